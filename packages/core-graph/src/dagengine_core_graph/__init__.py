@@ -1,0 +1,28 @@
+"""Context graphs: which token instances a node attends, in which order, and what it passes on."""
+
+from .compile import VisibleContext, compile_context, passed, visible
+from .context import Artifact, Digest, Inherit, NodeId, Reference, Span, make_reference
+from .errors import GraphError, SchemaError
+from .graph import ContextGraph, Node, NodeSpans
+from .ranges import RangeList, TokenRange
+
+__all__ = [
+    "Artifact",
+    "ContextGraph",
+    "Digest",
+    "GraphError",
+    "Inherit",
+    "Node",
+    "NodeId",
+    "NodeSpans",
+    "RangeList",
+    "Reference",
+    "SchemaError",
+    "Span",
+    "TokenRange",
+    "VisibleContext",
+    "compile_context",
+    "make_reference",
+    "passed",
+    "visible",
+]

@@ -1,0 +1,264 @@
+"""The graph: nodes that only grow until they are sealed, each reading sealed nodes that came before.
+
+References go to earlier nodes only, so the graph is acyclic by construction. It knows lengths and spans,
+never tokens, text or KV. A refused call changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from .compile import Reading, VisibleContext, place, place_passing
+from .context import Artifact, Digest, Inherit, NodeId, Reference, Span
+from .errors import GraphError
+from .ranges import RangeList
+
+
+@dataclass(frozen=True)
+class NodeSpans:
+    """The named spans of a node, `(start, stop)` in its own tokens.
+
+    Attributes:
+        output: the returned tokens, possibly none; None if the node sampled no token at all.
+        turn: a chat answer from its generation prompt to its end-of-turn; None if it is not one.
+        prompt: None for what comes before `output`, or everything where nothing was sampled.
+    """
+
+    output: tuple[int, int] | None = None
+    turn: tuple[int, int] | None = None
+    prompt: tuple[int, int] | None = None
+
+
+class Node:
+    """A chain of tokens. Only its graph changes it, and not after it is sealed.
+
+    Attributes:
+        id: its name in the graph.
+        serial: its place in arrival order, never used again, unlike the name.
+        context: its references, as given.
+        parents: the nodes that the references named, one each; they live as long as this node does.
+        visible, passed: what it sees, and what it passes on (its own tokens are in neither).
+        length, sealed, spans: tokens so far, whether that is final, and which of them have names.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "context",
+        "id",
+        "length",
+        "parents",
+        "passed",
+        "sealed",
+        "serial",
+        "spans",
+        "visible",
+    )
+
+    def __init__(self, id: NodeId, serial: int, readings: tuple[Reading, ...]) -> None:
+        self.id = id
+        self.serial = serial
+        self.parents = tuple(reading.node for reading in readings)
+        self.visible: VisibleContext = place(readings)
+        self.passed: RangeList = place_passing(readings, self.visible)
+        self.context: tuple[Reference, ...] = self.visible.references
+        self.length = 0
+        self.sealed = False
+        self.spans = NodeSpans()
+
+    def span(self, span: Span | None, at: int | None = None) -> tuple[int, int]:
+        """The half-open run of own tokens that a span means, cut at the fork `at`.
+
+        Args:
+            span: a name, `(start, stop)`, or None: `output`, or `all` where nothing was sampled.
+            at: keep only tokens before it; None keeps all.
+
+        Raises:
+            GraphError: `span_out_of_range`, field `span` or `at`.
+        """
+        start, stop = self._uncut(span)
+        if at is None:
+            return start, stop
+        if not _is_count(at) or at > self.length:
+            raise GraphError(
+                "span_out_of_range",
+                f"{at!r} is not a number of tokens of {self.id!r}: 0 to {self.length} would be",
+                "at",
+            )
+        return min(start, at), min(stop, at)
+
+    def _uncut(self, span: Span | None) -> tuple[int, int]:
+        output = self.spans.output
+        if span == "all" or (span is None and output is None):
+            return 0, self.length
+        if span is None or span == "output":
+            return output or (self.length, self.length)
+        if span == "prompt":
+            return self.spans.prompt or (0, output[0] if output else self.length)
+        if span == "turn":
+            if self.spans.turn is None:
+                raise GraphError(
+                    "span_out_of_range", f"{self.id!r} is no chat answer and has no turn; try all", "span"
+                )
+            return self.spans.turn
+        _check_span(span, self.length, self.id, "span")
+        start, stop = span
+        return start, stop
+
+    def __repr__(self) -> str:
+        return f"<Node {self.id!r}, {self.length} tokens{', sealed' if self.sealed else ''}>"
+
+
+class ContextGraph:
+    """Nodes by id, in arrival order."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[NodeId, Node] = {}
+        self._arrivals = 0
+
+    def add(
+        self,
+        node: NodeId,
+        context: Iterable[Reference] = (),
+        *,
+        length: int = 0,
+        spans: NodeSpans | None = None,
+        sealed: bool = False,
+    ) -> Node:
+        """Add a node that reads `context`, with `length` tokens to begin with.
+
+        Raises:
+            GraphError: `state_not_found` and `state_not_sealed` (a parent), `span_out_of_range`,
+                `edge_mix_forbidden` (inherit and digest in one node), `invalid_request` (a taken id,
+                something that is no reference, a negative length); `field` as in `context[2].span`.
+        """
+        if _known(self._nodes, node, "node") is not None:
+            raise GraphError("invalid_request", f"{node!r} is taken; drop it first or choose another", "node")
+        if not _is_count(length):
+            raise GraphError("invalid_request", f"a length is an int from 0, not {length!r}", "length")
+        if spans is not None:
+            _check_spans(spans, length, node)
+        added = Node(node, self._arrivals, self.resolve(context))
+        added.length = length
+        added.sealed = sealed
+        added.spans = spans or added.spans
+        self._arrivals += 1
+        self._nodes[node] = added
+        return added
+
+    def extend(self, node: NodeId, count: int) -> None:
+        """Append `count` tokens.
+
+        Raises:
+            GraphError: `state_not_found`, or `invalid_request` if the node is sealed or `count` negative.
+        """
+        growing = self._unsealed(node)
+        if not _is_count(count):
+            raise GraphError("invalid_request", f"a count is an int from 0, not {count!r}", "count")
+        growing.length += count
+
+    def seal(self, node: NodeId, spans: NodeSpans | None = None) -> None:
+        """Make the node final, so that others may read it; `spans` replace those given before.
+
+        Raises:
+            GraphError: `state_not_found`, `span_out_of_range`, or `invalid_request` if it is sealed already.
+        """
+        sealing = self._unsealed(node)
+        if spans is not None:
+            _check_spans(spans, sealing.length, node)
+            sealing.spans = spans
+        sealing.sealed = True
+
+    def drop(self, node: NodeId) -> None:
+        """Forget the name. What reads the node still sees it; a later node of that name is another one.
+
+        Raises:
+            GraphError: `state_not_found`.
+        """
+        self.node(node)
+        del self._nodes[node]
+
+    def node(self, node: NodeId) -> Node:
+        """The node of that name; raises GraphError `state_not_found`."""
+        found = _known(self._nodes, node, "node")
+        if found is None:
+            raise GraphError("state_not_found", f"there is no node {node!r}", "node")
+        return found
+
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes that have a name, in arrival order."""
+        return tuple(self._nodes.values())
+
+    def resolve(self, references: Iterable[Reference]) -> tuple[Reading, ...]:
+        """Check references as those of one new node, and look up what they name. Raises as `add`."""
+        readings = []
+        whole: str | None = None
+        for index, reference in enumerate(references):
+            try:
+                readings.append(self._read(reference))
+            except GraphError as error:
+                raise error.under(f"context[{index}]") from None
+            if not isinstance(reference, Artifact):
+                whole = whole or reference.mode
+                if reference.mode != whole:
+                    raise GraphError(
+                        "edge_mix_forbidden",
+                        f"a node with {whole} references cannot {reference.mode}; artifact mixes with both",
+                        f"context[{index}].mode",
+                    )
+        return tuple(readings)
+
+    def _read(self, reference: Reference) -> Reading:
+        if not isinstance(reference, Inherit | Digest | Artifact):
+            raise GraphError(
+                "invalid_request", f"a reference is an Inherit, Digest or Artifact, not {reference!r}"
+            )
+        node = self.node(reference.node)
+        if not node.sealed:
+            raise GraphError("state_not_sealed", f"{node.id!r} is still growing; seal it first", "node")
+        start = reference.start
+        if start is not None and not _is_count(start):
+            raise GraphError("invalid_request", f"a start is a position from 0, not {start!r}", "start")
+        span = reference.span if isinstance(reference, Artifact) else "all"
+        return Reading(reference, node, *node.span(span, reference.at))
+
+    def _unsealed(self, node: NodeId) -> Node:
+        found = self.node(node)
+        if found.sealed:
+            raise GraphError("invalid_request", f"{node!r} is sealed and cannot change", "node")
+        return found
+
+    def __contains__(self, node: object) -> bool:
+        return _known(self._nodes, node, "node") is not None
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+
+def _known(nodes: dict[NodeId, Node], node: object, field: str) -> Node | None:
+    try:
+        return nodes.get(node)
+    except TypeError:
+        raise GraphError("invalid_request", f"a node id is hashable, unlike {node!r}", field) from None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_span(span: object, length: int, node: NodeId, field: str) -> None:
+    start, stop = span if isinstance(span, tuple) and len(span) == 2 else (-1, -1)
+    if not (_is_count(start) and _is_count(stop) and start <= stop <= length):
+        raise GraphError(
+            "span_out_of_range",
+            f"{span!r} is not in {node!r}: a span is (start, stop) with 0 <= start <= stop <= {length}, "
+            "or prompt, output, turn, all",
+            field,
+        )
+
+
+def _check_spans(spans: NodeSpans, length: int, node: NodeId) -> None:
+    for named in fields(spans):
+        span = getattr(spans, named.name)
+        if span is not None:
+            _check_span(span, length, node, f"spans.{named.name}")
