@@ -1,8 +1,8 @@
 """One GGUF file of the Llama architecture → an ordinary Hugging Face folder.
 
 Knows the GGUF names of Llama tensors, llama.cpp's order of the q and k rows, and the byte-level BPE
-vocabularies that llama.cpp names. Does not know where the file came from. What it does not know it refuses: an
-unknown key, tensor or pre-tokenizer would make a model that runs and answers wrongly.
+vocabularies that llama.cpp names. Does not know where the file came from. What it does not know it refuses:
+an unknown key, tensor or pre-tokenizer would make a model that runs and answers wrongly.
 
 Needs gguf, numpy, safetensors and torch; not transformers.
 """
