@@ -74,16 +74,16 @@ class Node:
             at: keep only tokens before it; None keeps all.
 
         Raises:
-            GraphError: `span_out_of_range`, field `span` or `at`.
+            GraphError: `span_out_of_range`, or `invalid_request` for what is no span; field `span` or `at`.
         """
         start, stop = self._uncut(span)
         if at is None:
             return start, stop
-        if not _is_count(at) or at > self.length:
+        if not _is_int(at):
+            raise GraphError("invalid_request", f"a fork is cut at an int, not {at!r}", "at")
+        if not 0 <= at <= self.length:
             raise GraphError(
-                "span_out_of_range",
-                f"{at!r} is not a number of tokens of {self.id!r}: 0 to {self.length} would be",
-                "at",
+                "span_out_of_range", f"{self.id!r} has {self.length} tokens and cannot be cut at {at}", "at"
             )
         return min(start, at), min(stop, at)
 
@@ -209,7 +209,7 @@ class ContextGraph:
         return tuple(readings)
 
     def _read(self, reference: Reference) -> Reading:
-        if not isinstance(reference, Inherit | Digest | Artifact):
+        if not isinstance(reference, (Inherit, Digest, Artifact)):
             raise GraphError(
                 "invalid_request", f"a reference is an Inherit, Digest or Artifact, not {reference!r}"
             )
@@ -242,18 +242,22 @@ def _known(nodes: dict[NodeId, Node], node: object, field: str) -> Node | None:
         raise GraphError("invalid_request", f"a node id is hashable, unlike {node!r}", field) from None
 
 
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _check_span(span: object, length: int, node: NodeId, field: str) -> None:
-    start, stop = span if isinstance(span, tuple) and len(span) == 2 else (-1, -1)
-    if not (_is_count(start) and _is_count(stop) and start <= stop <= length):
+    if not (isinstance(span, tuple) and len(span) == 2 and _is_int(span[0]) and _is_int(span[1])):
         raise GraphError(
-            "span_out_of_range",
-            f"{span!r} is not in {node!r}: a span is (start, stop) with 0 <= start <= stop <= {length}, "
-            "or prompt, output, turn, all",
-            field,
+            "invalid_request", f"a span is prompt, output, turn, all or (start, stop), not {span!r}", field
+        )
+    if not 0 <= span[0] <= span[1] <= length:
+        raise GraphError(
+            "span_out_of_range", f"{span!r} is not within the {length} tokens of {node!r}", field
         )
 
 

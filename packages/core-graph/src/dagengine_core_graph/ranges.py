@@ -8,7 +8,7 @@ once. Neither knows references or graphs: an owner of tokens is anything with an
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,12 +71,19 @@ class RangeList:
 
     def since(self, earlier: RangeList | None = None) -> tuple[TokenRange, ...]:
         """The maximal runs of what was appended to the prefix `earlier` (None: of everything), in order."""
-        cells = []
+        runs = []
         cell = self
         while cell is not earlier and cell.prefix is not None:
-            cells.append(cell)
+            owner, start, stop = cell.owner, cell.start, cell.stop
             cell = cell.prefix
-        return tuple(_maximal_runs(reversed(cells)))
+            while (
+                cell is not earlier and cell.prefix is not None and cell.stop == start and cell.owner is owner
+            ):
+                start = cell.start
+                cell = cell.prefix
+            runs.append(TokenRange(owner.id, start, stop))
+        runs.reverse()
+        return tuple(runs)
 
     def __iter__(self) -> Iterator[TokenRange]:
         return iter(self.since())
@@ -86,20 +93,6 @@ class RangeList:
 
 
 EMPTY = RangeList()
-
-
-def _maximal_runs(cells: Iterable[RangeList]) -> Iterator[TokenRange]:
-    owner: Owner | None = None
-    start = stop = 0
-    for cell in cells:
-        if cell.owner is owner and cell.start == stop:
-            stop = cell.stop
-            continue
-        if owner is not None:
-            yield TokenRange(owner.id, start, stop)
-        owner, start, stop = cell.owner, cell.start, cell.stop
-    if owner is not None:
-        yield TokenRange(owner.id, start, stop)
 
 
 def claim(bounds: list[int], start: int, stop: int) -> list[tuple[int, int]]:
@@ -112,6 +105,9 @@ def claim(bounds: list[int], start: int, stop: int) -> list[tuple[int, int]]:
         claim(4, 10)              ····██████····   new: (5, 9)
         bounds  [2, 12]           ··██████████··
     """
+    if not bounds or start > bounds[-1]:
+        bounds += (start, stop)
+        return [(start, stop)]
     i = bisect_left(bounds, start)
     j = bisect_right(bounds, stop)
     opens = [] if i % 2 else [start]
@@ -161,12 +157,7 @@ class Placement:
         if start == stop:
             return
         self._index(owner.serial)
-        bounds = self._bounds.get(owner)
-        if bounds is None:
-            self._bounds[owner] = [start, stop]
-            self.placed = self.placed.extend(owner, start, stop)
-            return
-        for a, b in claim(bounds, start, stop):
+        for a, b in claim(self._bounds.setdefault(owner, []), start, stop):
             self.placed = self.placed.extend(owner, a, b)
 
     def _index(self, serial: int) -> None:
