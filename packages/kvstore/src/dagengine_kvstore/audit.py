@@ -1,0 +1,87 @@
+"""Counts everything again from what refers to what, and names every difference with the books."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from dagengine_kvstore.holds import Hold
+from dagengine_kvstore.nodes import NodeRecord
+
+if TYPE_CHECKING:
+    from dagengine_kvstore.books import Books
+
+
+def problems(books: Books) -> list[str]:
+    return [*books.pool.problems(), *_page_references(books), *_holds(books), *_nodes(books)]
+
+
+def _page_references(books: Books) -> list[str]:
+    expected: Counter[int] = Counter()
+    for node in books.nodes():
+        expected.update(page for page in node.pages if page is not None)
+    for writer in (*books.writers.values(), *books.restores.values()):
+        expected.update(writer.pages)
+    for lease in books.leases:
+        expected.update(page for run in lease.pages for page in run)
+    return [
+        f"page {page} has {refs} references, its owners are {expected[page]}"
+        for page, refs in enumerate(books.pool.refs)
+        if refs != expected[page]
+    ]
+
+
+def _holds(books: Books) -> list[str]:
+    expected: Counter[Hold] = Counter()
+    cover: dict[NodeRecord, dict[tuple[int, int], int]] = {}
+    stack = _owned(books)
+    while stack:
+        hold = stack.pop()
+        expected[hold] += 1
+        if expected[hold] > 1:
+            continue
+        stack.extend(hold.below)
+        if hold.node is not None and hold.start < hold.stop:
+            spans = cover.setdefault(hold.node, {})
+            spans[hold.start, hold.stop] = spans.get((hold.start, hold.stop), 0) + 1
+    found = [
+        f"a hold on {hold.node or 'passed tokens'} has {hold.refs} references, its owners are {count}"
+        for hold, count in expected.items()
+        if hold.refs != count
+    ]
+    for node in books.nodes():
+        if node.cover != cover.get(node, {}):
+            found.append(f"{node} is covered {node.cover}, its holds say {cover.get(node, {})}")
+        if node.root.refs != expected[node.root]:
+            found.append(f"{node} passes on to {node.root.refs}, its owners are {expected[node.root]}")
+    return found
+
+
+def _owned(books: Books) -> list[Hold]:
+    """Every reference to a hold that is not another hold's."""
+    owned = [handle.hold for handle in books.handles]
+    owned += [hold for by_at in books.anonymous.values() for holds in by_at.values() for hold in holds]
+    for writer in books.writers.values():
+        owned += [writer.node.root, *writer.digested]
+    for restore in books.restores.values():
+        owned += restore.holds
+    return owned
+
+
+def _nodes(books: Books) -> list[str]:
+    found: list[str] = []
+    leases: Counter[NodeRecord] = Counter()
+    for lease in books.leases:
+        leases.update(read.node for read in lease.reads)
+        if lease.is_stale():
+            found.append(f"pages {lease.pages} were handed out again under a lease")
+    for node in books.nodes():
+        if node.leases != leases[node]:
+            found.append(f"{node} counts {node.leases} leases, there are {leases[node]}")
+        if node.restoring != (node in books.restores):
+            found.append(f"{node} is marked restoring={node.restoring}, which is wrong")
+        kept = books.holds.covered_pages(node)
+        for index, page in enumerate(node.pages):
+            if page is not None and index not in kept:
+                found.append(f"{node} keeps page {page}, which nothing holds")
+    return found

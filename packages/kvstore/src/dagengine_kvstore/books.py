@@ -1,0 +1,224 @@
+"""The store's books: every page, node, hold, writer, lease and name that exists, and the changes that touch
+several of them at once. Users call KVStore; writers and the audit work on this.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from dagengine_kvstore.errors import KVStoreError, OutOfPages
+from dagengine_kvstore.events import EventLog
+from dagengine_kvstore.eviction import Candidate, EvictionPolicy, choose, freed_pages
+from dagengine_kvstore.holds import Hold, HoldTable
+from dagengine_kvstore.nodes import NodeRecord, NodeStatus
+from dagengine_kvstore.pages import PagePool
+from dagengine_kvstore.reuse import ContentTable
+from dagengine_kvstore.states import Handle, HandleTable
+
+if TYPE_CHECKING:
+    from dagengine_kvstore.leases import Lease
+    from dagengine_kvstore.writer import RestoreWriter, Writer
+
+
+class Books:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        clock: Callable[[], float],
+        policy: EvictionPolicy,
+        handles: HandleTable,
+        max_events: int,
+    ) -> None:
+        self.page_size = page_size
+        self.pool = PagePool(num_pages)
+        self.contents = ContentTable()
+        self.holds = HoldTable(page_size, self.pool.drop)
+        self.handles = handles
+        self.events = EventLog(max_events)
+        self.anonymous: dict[NodeRecord, dict[int, list[Hold]]] = {}
+        self.writers: dict[NodeRecord, Writer] = {}
+        self.restores: dict[NodeRecord, RestoreWriter] = {}
+        self.leases: dict[Lease, None] = {}
+        self.tokens_written = 0
+        self.tokens_reused = 0
+        self.evictions = 0
+        self._nodes: weakref.WeakValueDictionary[int, NodeRecord] = weakref.WeakValueDictionary()
+        self._clock = clock
+        self._policy = policy
+        self._uses = 0
+
+    def nodes(self) -> list[NodeRecord]:
+        """All nodes that somebody can still reach, oldest first."""
+        return sorted(self._nodes.values(), key=lambda node: node.uid)
+
+    def add_node(self, node: NodeRecord) -> None:
+        self._nodes[node.uid] = node
+
+    def next_use(self) -> int:
+        """The time of a use: a count, so that eviction does not depend on the clock."""
+        self._uses += 1
+        return self._uses
+
+    def note(
+        self,
+        kind: str,
+        node: NodeRecord,
+        *,
+        handle: str | None = None,
+        tokens: int | None = None,
+        pages: int | None = None,
+    ) -> None:
+        self.events.record(self._clock(), kind, node=node.uid, handle=handle, tokens=tokens, pages=pages)
+
+    def take_pages(self, node: NodeRecord, count: int, after: int | None) -> list[int]:
+        """Pages for a writer of `node`; evicts others, but never what the node itself reads.
+
+        Raises OutOfPages before anything changed.
+        """
+        short = count - self.pool.num_free - self.pool.num_cached
+        if short > 0:
+            chosen = self._choose_victims(short, {read.node for read in node.reads})
+            if chosen is None:
+                available = self.pool.num_free + self.pool.num_cached
+                raise OutOfPages(count, available, self.pool.num_waiting)
+            for victim in chosen:
+                self.evict(victim)
+        return self.pool.allocate(count, after)
+
+    def evictable(self, exclude: Collection[NodeRecord]) -> dict[int, tuple[NodeRecord, list[int]]]:
+        """Nodes that may be dropped, by uid, with their resident pages."""
+        pinned = self.pinned()
+        found: dict[int, tuple[NodeRecord, list[int]]] = {}
+        for node in self.nodes():
+            if not node.sealed or node.leases or node.restoring or node in exclude or node in pinned:
+                continue
+            pages = [page for page in node.pages if page is not None]
+            if pages:
+                found[node.uid] = node, pages
+        return found
+
+    def num_evictable_pages(self, exclude: Collection[NodeRecord]) -> int:
+        """Pages that evicting would free now; none while a step is open, since they would wait for it."""
+        if self.pool.num_fences:
+            return 0
+        owned = {uid: pages for uid, (_, pages) in self.evictable(exclude).items()}
+        return len(freed_pages(owned, self.pool.refs))
+
+    def pinned(self) -> set[NodeRecord]:
+        """Nodes under a pinned handle: its own and all that it passes on."""
+        stack = [handle.hold for handle in self.handles if handle.pinned]
+        seen = set(stack)
+        nodes: set[NodeRecord] = set()
+        while stack:
+            hold = stack.pop()
+            if hold.node is not None:
+                nodes.add(hold.node)
+            below = [other for other in hold.below if other not in seen]
+            seen.update(below)
+            stack.extend(below)
+        return nodes
+
+    def evict(self, node: NodeRecord) -> int:
+        pages = [page for page in node.pages if page is not None]
+        node.pages = [None] * len(node.pages)
+        for page in reversed(pages):
+            self.pool.drop(page)
+        self.evictions += bool(pages)
+        self.note("evict", node, pages=len(pages))
+        return len(pages)
+
+    def hold(self, node: NodeRecord, at: int) -> None:
+        hold = self.holds.hold(node, 0, at, passed=True)
+        self.anonymous.setdefault(node, {}).setdefault(at, []).append(hold)
+
+    def unhold(self, node: NodeRecord, at: int) -> None:
+        holds = self.anonymous.get(node, {}).get(at)
+        if not holds:
+            raise KVStoreError("not_held", f"node {node.uid} has no anonymous hold at {at}", field="node")
+        hold = holds.pop()
+        if not holds:
+            del self.anonymous[node][at]
+            if not self.anonymous[node]:
+                del self.anonymous[node]
+        self.holds.release(hold)
+
+    def seal(self, writer: Writer, spans: Mapping[str, tuple[int, int]]) -> None:
+        node = writer.node
+        del self.writers[node]
+        node.status = NodeStatus.SEALED
+        node.tokens = tuple(node.tokens)
+        node.spans = MappingProxyType(dict(spans))
+        node.pages = list(writer.pages)
+        node.last_used = self.next_use()
+        writer.pages = []
+        self.hold(node, node.length)
+        self.holds.release(node.root, *writer.digested)
+        self.note("seal", node, tokens=node.length, pages=len(node.pages))
+
+    def abort(self, writer: Writer) -> None:
+        node = writer.node
+        del self.writers[node]
+        node.status = NodeStatus.ABORTED
+        self.holds.release(node.root, *writer.digested)
+        self.note("abort", node)
+
+    def finish_restore(self, writer: RestoreWriter) -> None:
+        """The writer's pages become the node's; what nothing else holds goes with the writer's hold."""
+        node = writer.node
+        replaced = node.pages[: len(writer.pages)]
+        node.pages[: len(writer.pages)] = writer.pages
+        writer.pages = []
+        for page in reversed(replaced):
+            if page is not None:
+                self.pool.drop(page)
+        node.last_used = self.next_use()
+        self._end_restore(writer, "restored")
+
+    def abort_restore(self, writer: RestoreWriter) -> None:
+        self._end_restore(writer, "restore_aborted")
+
+    def end_handle(self, handle: Handle, kind: str) -> None:
+        self.handles.remove(handle)
+        self.note(kind, handle.node, handle=handle.id)
+        self.holds.release(handle.hold)
+
+    def end_lease(self, lease: Lease) -> None:
+        del self.leases[lease]
+        for read, run in zip(lease.reads, lease.pages, strict=True):
+            read.node.leases -= 1
+            for page in reversed(run):
+                self.pool.drop(page)
+
+    def _end_restore(self, writer: RestoreWriter, kind: str) -> None:
+        del self.restores[writer.node]
+        writer.node.restoring = False
+        self.note(kind, writer.node)
+        self.holds.release(*writer.holds)
+
+    def _choose_victims(self, short: int, exclude: Collection[NodeRecord]) -> list[NodeRecord] | None:
+        if self.pool.num_fences:
+            return None
+        evictable = self.evictable(exclude)
+        candidates = [
+            Candidate(
+                uid=uid,
+                num_pages=len(pages),
+                num_tokens=node.length,
+                num_read=sum(read.stop - read.start for read in node.reads),
+                last_used=node.last_used,
+            )
+            for uid, (node, pages) in evictable.items()
+        ]
+        order = list(self._policy.order(candidates))
+        if len(set(order)) < len(order) or not evictable.keys() >= set(order):
+            message = (
+                f"eviction policy {self._policy.name!r} must give each candidate at most once, no others"
+            )
+            raise KVStoreError("plugin_broken", message, field="eviction")
+        owned = {uid: pages for uid, (_, pages) in evictable.items()}
+        chosen = choose(order, owned, self.pool.refs, short)
+        return None if chosen is None else [evictable[uid][0] for uid in chosen]

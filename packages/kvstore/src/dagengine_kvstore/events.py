@@ -1,0 +1,59 @@
+"""What happened, in order. Append-only and bounded; knows no meaning beyond names and numbers.
+
+`seq` counts every event ever recorded, so a reader that asks `since(seq)` can tell that it missed some.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One record. `seconds` is the store's clock; the last four are set where they apply."""
+
+    seq: int
+    seconds: float
+    kind: str
+    node: int | None = None
+    handle: str | None = None
+    tokens: int | None = None
+    pages: int | None = None
+
+
+class EventLog:
+    """The newest `max_events` records."""
+
+    def __init__(self, max_events: int) -> None:
+        self._ring: deque[Event] = deque(maxlen=max_events)
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(tuple(self._ring))
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    @property
+    def next_seq(self) -> int:
+        """The number of events recorded so far."""
+        return self._next
+
+    def since(self, seq: int) -> tuple[Event, ...]:
+        """Records with `event.seq >= seq` that are still kept; older ones may have been dropped."""
+        return tuple(event for event in self._ring if event.seq >= seq)
+
+    def record(
+        self,
+        seconds: float,
+        kind: str,
+        *,
+        node: int | None = None,
+        handle: str | None = None,
+        tokens: int | None = None,
+        pages: int | None = None,
+    ) -> None:
+        self._ring.append(Event(self._next, seconds, kind, node, handle, tokens, pages))
+        self._next += 1

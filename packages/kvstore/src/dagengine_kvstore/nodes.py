@@ -1,0 +1,135 @@
+"""A node's record: its tokens, what it read, and which of its pages exist. Decides nothing about lifetimes:
+the store and `holds.py` keep the bookkeeping fields.
+
+References point from a node to what it read, never back, so a record lives exactly as long as somebody can
+still need it: a handle, a holder, or a later node whose recipe reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from dagengine_kvstore.holds import Hold
+    from dagengine_kvstore.references import Parent, Read
+    from dagengine_kvstore.reuse import Context
+
+
+class NodeStatus(StrEnum):
+    WRITING = "writing"
+    SEALED = "sealed"
+    ABORTED = "aborted"
+
+
+class Extent(NamedTuple):
+    """Rows `lo..hi` of one page; `stored` is the position at which row `lo` was computed."""
+
+    page: int
+    lo: int
+    hi: int
+    stored: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Enough to compute a node again, recursively through the nodes of `reads`."""
+
+    tokens: tuple[int, ...]
+    own_start: int
+    reads: tuple[Read, ...]
+    signature: tuple[tuple[str, str], ...]
+    salt: str
+
+
+class NodeRecord:
+    """One chain of tokens, being written or sealed. Compared by identity; `uid` is never used twice.
+
+    Token i has the logical stored position `own_start + i`. `pages[k]` holds the rows of tokens
+    [k * page_size, (k + 1) * page_size), or None where nothing holds them or they were evicted.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_content_keys",
+        "context",
+        "cover",
+        "last_used",
+        "leases",
+        "own_start",
+        "pages",
+        "parents",
+        "reads",
+        "restoring",
+        "root",
+        "salt",
+        "signature",
+        "spans",
+        "status",
+        "tokens",
+        "uid",
+    )
+
+    def __init__(
+        self,
+        uid: int,
+        own_start: int,
+        parents: tuple[Parent, ...],
+        reads: tuple[Read, ...],
+        signature: tuple[tuple[str, str], ...],
+        salt: str,
+        context: Context,
+        root: Hold,
+    ) -> None:
+        self.uid = uid
+        self.own_start = own_start
+        self.parents = parents
+        self.reads = reads
+        self.signature = signature
+        self.salt = salt
+        self.context = context
+        self.status = NodeStatus.WRITING
+        self.tokens: list[int] | tuple[int, ...] = []
+        self.spans: Mapping[str, tuple[int, int]] = {}
+        self.pages: list[int | None] = []
+        self.root = root
+        self.cover: dict[tuple[int, int], int] = {}  # held range -> number of holds on it
+        self.leases = 0
+        self.restoring = False
+        self.last_used = 0
+        self._content_keys: dict[int, bytes] = {}
+
+    def __repr__(self) -> str:
+        return f"NodeRecord(uid={self.uid}, {self.status}, {self.length} tokens)"
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def sealed(self) -> bool:
+        return self.status is NodeStatus.SEALED
+
+    @property
+    def recipe(self) -> Recipe:
+        """What restoring this sealed node needs."""
+        return Recipe(tuple(self.tokens), self.own_start, self.reads, self.signature, self.salt)
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Whether holds keep every token of [start, stop)."""
+        if start >= stop or any(lo <= start and stop <= hi for lo, hi in self.cover):
+            return True
+        for lo, hi in sorted(self.cover):
+            if lo <= start < hi:
+                start = hi
+        return start >= stop
+
+    def content_key(self, stop: int) -> bytes:
+        """Stable key of what the KV of tokens [0, stop) is: context and tokens, not position and not node."""
+        key = self._content_keys.get(stop)
+        if key is None:
+            key = self.context.content_key(self.tokens[:stop])
+            self._content_keys[stop] = key
+        return key

@@ -1,0 +1,242 @@
+"""Physical pages. Knows reference counts, generations, fences and which content a page is registered under;
+does not know nodes, tokens or who refers to a page.
+
+                 allocate                drop, last reference
+    FREE ───────────────────► LIVE ───────────────────────────────► WAITING   (a fence is open)
+     ▲  ▲                     │ ▲ ▲ share                            │ │ │
+     │  └── drop, no content ─┘ │ └──────────────────────────────────┘ │ │
+     │                          │ share                                │ │ every fence begun before
+     └──── reclaim (LRU) ──── CACHED ◄───── has content ───────────────┘ │ the drop has ended
+     └───────────────────────────────────── no content ──────────────────┘
+
+Every page is in exactly one of the four. CACHED pages count as available: nobody refers to them, only their
+content is still registered. Content is registered only after it was written for good, so a page with content
+may be shared again from any state.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Hashable
+from enum import StrEnum
+
+from dagengine_kvstore.errors import KVStoreError
+
+
+class PageState(StrEnum):
+    FREE = "free"
+    CACHED = "cached"
+    LIVE = "live"
+    WAITING = "waiting"
+
+
+class FreeRuns:
+    """A set of page ids kept as maximal runs, so that allocation can hand out contiguous pages."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._starts = [0] if num_pages else []
+        self._length = dict.fromkeys(self._starts, num_pages)
+        self._start_of = {num_pages: 0} if num_pages else {}  # end of run (exclusive) -> its start
+        self._count = num_pages
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, page: int) -> bool:
+        index = bisect_right(self._starts, page) - 1
+        return index >= 0 and page < self._starts[index] + self._length[self._starts[index]]
+
+    def add(self, page: int) -> None:
+        """Put one page back and merge it with its neighbours."""
+        start, length = page, 1
+        left = self._start_of.pop(page, None)
+        if left is None:
+            insort(self._starts, page)
+        else:
+            start, length = left, self._length.pop(left) + 1
+        right = self._length.pop(page + 1, None)
+        if right is not None:
+            del self._starts[bisect_left(self._starts, page + 1)]
+            length += right
+        self._length[start] = length
+        self._start_of[start + length] = start
+        self._count += 1
+
+    def take(self, count: int, after: int | None = None) -> list[int]:
+        """`count` pages: first those right behind `after`, then the smallest run that is long enough."""
+        assert count <= self._count
+        pages: list[int] = []
+        if after is not None and after + 1 in self._length:
+            pages += self._cut(after + 1, count)
+        while len(pages) < count:
+            missing = count - len(pages)
+            fitting = [(length, start) for start, length in self._length.items() if length >= missing]
+            if fitting:
+                start = min(fitting)[1]
+            else:
+                start = min((-length, start) for start, length in self._length.items())[1]
+            pages += self._cut(start, missing)
+        return pages
+
+    def _cut(self, start: int, count: int) -> range:
+        length = self._length.pop(start)
+        count = min(count, length)
+        index = bisect_left(self._starts, start)
+        if count == length:
+            del self._starts[index]
+            del self._start_of[start + length]
+        else:
+            self._starts[index] = start + count
+            self._length[start + count] = length - count
+            self._start_of[start + length] = start + count
+        self._count -= count
+        return range(start, start + count)
+
+
+class PagePool:
+    """All pages of one arena.
+
+    `base[page]` is the stored position of the page's row 0 when it was computed; `generation[page]` counts
+    how often the page was handed out, so that a stale reference can be told from a new one.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.refs = [0] * num_pages
+        self.base = [0] * num_pages
+        self.generation = [0] * num_pages
+        self._content: list[Hashable | None] = [None] * num_pages
+        self._page_of: dict[Hashable, int] = {}
+        self._free = FreeRuns(num_pages)
+        self._cached: dict[int, None] = {}  # least recently used first
+        self._waiting: dict[int, int] = {}  # page -> newest fence at the time of the drop; ascending
+        self._fences: dict[int, None] = {}  # open fences, ascending
+        self._next_fence = 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_fences(self) -> int:
+        return len(self._fences)
+
+    def state(self, page: int) -> PageState:
+        if self.refs[page]:
+            return PageState.LIVE
+        if page in self._waiting:
+            return PageState.WAITING
+        return PageState.CACHED if page in self._cached else PageState.FREE
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """`count` pages with one reference each, preferably contiguous and behind page `after`.
+
+        Takes free pages, then the least recently used cached ones; the caller made sure there are enough.
+        """
+        assert count <= len(self._free) + len(self._cached)
+        while len(self._free) < count:
+            page = next(iter(self._cached))
+            del self._cached[page]
+            self._forget(page)
+            self._free.add(page)
+        pages = self._free.take(count, after)
+        for page in pages:
+            self.refs[page] = 1
+            self.generation[page] += 1
+        return pages
+
+    def share(self, page: int) -> None:
+        """One more reference to a page that is live, or whose content is registered."""
+        if self.refs[page] == 0:
+            assert self._content[page] is not None, f"page {page} has no content to share"
+            self._cached.pop(page, None)
+            self._waiting.pop(page, None)
+        self.refs[page] += 1
+
+    def drop(self, page: int) -> None:
+        """One reference less. The last one frees the page once every fence open now has ended."""
+        if self.refs[page] < 1:
+            raise KVStoreError("double_free", f"page {page} is freed more often than it is referred to")
+        self.refs[page] -= 1
+        if self.refs[page]:
+            return
+        if self._fences:
+            self._waiting[page] = next(reversed(self._fences))
+        else:
+            self._put_back(page)
+
+    def remember(self, page: int, content: Hashable) -> None:
+        """Register what a live page holds. The first page with equal content stays the registered one."""
+        assert self.refs[page] and self._content[page] is None
+        if content not in self._page_of:
+            self._content[page] = content
+            self._page_of[content] = page
+
+    def find(self, content: Hashable) -> int | None:
+        return self._page_of.get(content)
+
+    def begin_fence(self) -> int:
+        fence = self._next_fence
+        self._next_fence += 1
+        self._fences[fence] = None
+        return fence
+
+    def end_fence(self, fence: int) -> None:
+        """Raises KVStoreError `unknown_fence` for one that is not open."""
+        if fence not in self._fences:
+            raise KVStoreError("unknown_fence", f"fence {fence} is not open (ended twice?)", field="fence")
+        del self._fences[fence]
+        oldest = next(iter(self._fences), self._next_fence)
+        done: list[int] = []
+        for page, newest_at_drop in self._waiting.items():
+            if newest_at_drop >= oldest:
+                break
+            done.append(page)
+        for page in done:
+            del self._waiting[page]
+            self._put_back(page)
+
+    def problems(self) -> list[str]:
+        """Differences inside the pool's own books."""
+        found: list[str] = []
+        for page in range(self.num_pages):
+            places = [
+                name
+                for name, inside in (
+                    ("free", page in self._free),
+                    ("cached", page in self._cached),
+                    ("waiting", page in self._waiting),
+                    ("live", self.refs[page] > 0),
+                )
+                if inside
+            ]
+            if len(places) != 1:
+                found.append(f"page {page} is in {places or 'no place'}, must be in exactly one")
+            content = self._content[page]
+            if content is not None and self._page_of.get(content) != page:
+                found.append(f"page {page}: its content is registered for page {self._page_of.get(content)}")
+            if (page in self._free and content is not None) or (page in self._cached and content is None):
+                found.append(f"page {page}: cached exactly if its content is registered, but it is {places}")
+        if len(self._page_of) != sum(content is not None for content in self._content):
+            found.append("contents are registered for pages that do not hold them")
+        return found
+
+    def _put_back(self, page: int) -> None:
+        if self._content[page] is None:
+            self._free.add(page)
+        else:
+            self._cached[page] = None
+
+    def _forget(self, page: int) -> None:
+        content = self._content[page]
+        assert content is not None
+        del self._page_of[content]
+        self._content[page] = None

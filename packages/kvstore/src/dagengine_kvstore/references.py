@@ -1,0 +1,114 @@
+"""What a new node refers to: parents that it keeps alive, reads that its tokens attend. Checks that both fit
+the new node; takes no hold and no page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dagengine_kvstore.errors import KVStoreError
+from dagengine_kvstore.nodes import NodeRecord, NodeStatus
+
+Mode = Literal["inherit", "digest", "artifact"]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One laid-out run of a sealed node's tokens, seen at `node.own_start + offset + delta`."""
+
+    node: NodeRecord
+    start: int
+    stop: int
+    delta: int = 0
+
+    @property
+    def view_start(self) -> int:
+        return self.node.own_start + self.start + self.delta
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """What a new node keeps alive.
+
+    inherit: everything `node` passes on and its tokens [0, stop), for as long as the new node is held;
+    digest: the same, until the new node is sealed; artifact: only the tokens [start, stop).
+    """
+
+    node: NodeRecord
+    mode: Mode
+    start: int
+    stop: int
+
+    @classmethod
+    def inherit(cls, node: NodeRecord, at: int | None = None) -> Parent:
+        return cls(node, "inherit", 0, node.length if at is None else at)
+
+    @classmethod
+    def digest(cls, node: NodeRecord, at: int | None = None) -> Parent:
+        return cls(node, "digest", 0, node.length if at is None else at)
+
+    @classmethod
+    def artifact(cls, node: NodeRecord, start: int, stop: int) -> Parent:
+        return cls(node, "artifact", start, stop)
+
+
+def check_references(
+    parents: Sequence[Parent], reads: Sequence[Read], signature: Mapping[str, str], salt: str
+) -> None:
+    """Whether a node with this signature and salt may refer to `parents` and `reads`.
+
+    Raises KVStoreError `state_not_found` (another tenant's), `parent_failed`, `state_not_sealed`,
+    `span_out_of_range`, `signature_mismatch`, `state_released` (nothing holds it any more),
+    `edge_mix_forbidden`, `invalid_mode`.
+    """
+    modes = {parent.mode for parent in parents}
+    if {"inherit", "digest"} <= modes:
+        message = "a node inherits or digests, not both; artifact mixes with either"
+        raise KVStoreError("edge_mix_forbidden", message, field="parents")
+    for index, parent in enumerate(parents):
+        field = f"parents[{index}]"
+        check_readable(parent.node, parent.start, parent.stop, salt, field)
+        _check_signature(parent.node, signature, field)
+        if parent.mode not in ("inherit", "digest", "artifact"):
+            message = f"mode must be inherit, digest or artifact, not {parent.mode!r}"
+            raise KVStoreError("invalid_mode", message, field=f"{field}.mode")
+        if parent.mode != "artifact" and parent.start != 0:
+            message = f"{parent.mode} starts at 0, not {parent.start}"
+            raise KVStoreError("span_out_of_range", message, field=f"{field}.start")
+        check_held(parent.node, parent.start, parent.stop, passed=parent.mode != "artifact", field=field)
+    for index, read in enumerate(reads):
+        field = f"reads[{index}]"
+        check_readable(read.node, read.start, read.stop, salt, field)
+        _check_signature(read.node, signature, field)
+        if read.start == read.stop:
+            raise KVStoreError("span_out_of_range", "a read holds at least one token", field=field)
+
+
+def check_readable(node: NodeRecord, start: int, stop: int, salt: str | None, field: str) -> None:
+    """Whether tokens [start, stop) of a node can be referred to (salt None: not checked)."""
+    if salt is not None and node.salt != salt:
+        raise KVStoreError("state_not_found", f"there is no state of node {node.uid}", field=field)
+    if node.status is NodeStatus.ABORTED:
+        raise KVStoreError("parent_failed", f"node {node.uid} was aborted and leaves no state", field=field)
+    if node.status is NodeStatus.WRITING:
+        raise KVStoreError("state_not_sealed", f"node {node.uid} is still being written", field=field)
+    if not 0 <= start <= stop <= node.length:
+        message = f"[{start}, {stop}) is not inside the {node.length} tokens of node {node.uid}"
+        raise KVStoreError("span_out_of_range", message, field=field)
+
+
+def check_held(node: NodeRecord, start: int, stop: int, *, passed: bool, field: str) -> None:
+    """Whether somebody still holds tokens [start, stop) and, with `passed`, what the node passes on."""
+    if (passed and node.root.refs == 0) or not node.covers(start, stop):
+        message = f"nothing holds tokens [{start}, {stop}) of node {node.uid} any more"
+        raise KVStoreError("state_released", message, field=field)
+
+
+def _check_signature(node: NodeRecord, signature: Mapping[str, str], field: str) -> None:
+    theirs = dict(node.signature)
+    for name in sorted(theirs.keys() | signature.keys()):
+        if theirs.get(name) != signature.get(name):
+            message = f"node {node.uid} has {name} {theirs.get(name)!r}, the new node {signature.get(name)!r}"
+            raise KVStoreError("signature_mismatch", message, field=f"{field}.signature.{name}")

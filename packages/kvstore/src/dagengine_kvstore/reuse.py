@@ -1,0 +1,147 @@
+"""What a page's content is. Knows signatures, salts, contexts and tokens; does not know pages or positions.
+
+    Context   (signature, salt, what is read and where relative to the own start)
+       ▲
+    Prefix    tokens of page 0
+       ▲
+    Prefix    tokens of page 1 …
+
+Both are interned: equal content is one object, so equality of all that precedes a page is one `is`. A digest
+only finds candidates; equality is then decided by comparing tokens and contexts, so colliding digests cost
+time and never serve wrong KV. KV of equal content at different own starts differs by one rotation, which is
+why positions enter a context only relative to the own start.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import TypeVar
+
+from dagengine_kvstore.nodes import NodeRecord
+from dagengine_kvstore.references import Read
+
+
+def digest(fields: Iterable[tuple[str, bytes]]) -> bytes:
+    """blake2b over tagged, length-prefixed fields: no two lists of fields have the same encoding."""
+    state = blake2b(digest_size=32)
+    for tag, value in fields:
+        name = tag.encode()
+        state.update(len(name).to_bytes(8, "little") + name + len(value).to_bytes(8, "little"))
+        state.update(value)
+    return state.digest()
+
+
+def pack(values: Sequence[int]) -> bytes:
+    """Integers as signed 64-bit words."""
+    return array("q", values).tobytes()
+
+
+class _Content:
+    __slots__ = ("__weakref__", "key")
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+
+    def __hash__(self) -> int:
+        return int.from_bytes(self.key[:8], "little")
+
+
+class Context(_Content):
+    """Everything but its own tokens that the KV of a node depends on, up to a common shift of positions."""
+
+    __slots__ = ("reads", "salt", "signature")
+
+    def __init__(
+        self,
+        signature: tuple[tuple[str, str], ...],
+        salt: str,
+        reads: tuple[Read, ...],
+        own_start: int,
+    ) -> None:
+        self.signature = signature
+        self.salt = salt
+        self.reads = tuple((r.node, r.start, r.stop, r.view_start - own_start) for r in reads)
+        fields = [("salt", salt.encode())]
+        for name, value in signature:
+            fields += [("signature", name.encode()), ("value", value.encode())]
+        for node, start, stop, relative in self.reads:
+            fields += [("source", node.content_key(stop)), ("read", pack((start, stop, relative)))]
+        super().__init__(digest(fields))
+
+    __hash__ = _Content.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, Context)
+            and self.signature == other.signature
+            and self.salt == other.salt
+            and len(self.reads) == len(other.reads)
+            and all(mine[1:] == theirs[1:] for mine, theirs in zip(self.reads, other.reads, strict=True))
+            and all(
+                _same_content(mine[0], theirs[0], mine[2])
+                for mine, theirs in zip(self.reads, other.reads, strict=True)
+            )
+        )
+
+    def content_key(self, tokens: Sequence[int]) -> bytes:
+        return digest([("context", self.key), ("tokens", pack(tokens))])
+
+
+def _same_content(a: NodeRecord, b: NodeRecord, stop: int) -> bool:
+    return a is b or (a.context is b.context and tuple(a.tokens[:stop]) == tuple(b.tokens[:stop]))
+
+
+class Prefix(_Content):
+    """The tokens of one page behind everything that precedes it."""
+
+    __slots__ = ("before", "tokens")
+
+    def __init__(self, before: Context | Prefix, tokens: tuple[int, ...]) -> None:
+        self.before = before
+        self.tokens = tokens
+        super().__init__(digest([("before", before.key), ("page", pack(tokens))]))
+
+    __hash__ = _Content.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Prefix) and self.before is other.before and self.tokens == other.tokens
+
+
+C = TypeVar("C", Context, Prefix)
+
+
+class ContentTable:
+    """Interns contexts and prefixes; forgets those that nothing refers to."""
+
+    def __init__(self) -> None:
+        self._contexts: weakref.WeakKeyDictionary[Context, weakref.ref[Context]] = weakref.WeakKeyDictionary()
+        self._prefixes: weakref.WeakKeyDictionary[Prefix, weakref.ref[Prefix]] = weakref.WeakKeyDictionary()
+
+    def context(
+        self, signature: tuple[tuple[str, str], ...], salt: str, reads: tuple[Read, ...], own_start: int
+    ) -> Context:
+        return _intern(self._contexts, Context(signature, salt, reads, own_start))
+
+    def extend(self, before: Context | Prefix, tokens: Sequence[int]) -> Prefix:
+        return _intern(self._prefixes, Prefix(before, tuple(tokens)))
+
+    def find(self, before: Context | Prefix, tokens: Sequence[int]) -> Prefix | None:
+        """The known content `tokens` behind `before`, if there is one."""
+        found = self._prefixes.get(Prefix(before, tuple(tokens)))
+        return None if found is None else found()
+
+
+def _intern(table: weakref.WeakKeyDictionary[C, weakref.ref[C]], new: C) -> C:
+    known = table.get(new)
+    old = None if known is None else known()
+    if old is not None:
+        return old
+    table[new] = weakref.ref(new)
+    return new

@@ -1,0 +1,351 @@
+"""KVStore: states of a graph of requests over paged KV. Knows pages, nodes, holds, leases and names; does not
+know what is in the tensors, how positions are laid out, or who asks.
+
+Three lifetimes: a request owns a Writer; a state lives while something holds it (a handle, an anonymous hold,
+a sealed child that passes it on, a writer that reads it); a page lives while a state, a writer or a lease
+refers to it, and until every step that may touch it has ended.
+
+One thread uses a store. Every public operation either happens whole or raises and changes nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from dagengine_kvstore import audit
+from dagengine_kvstore.books import Books
+from dagengine_kvstore.errors import KVStoreError, LeakError, NotResident
+from dagengine_kvstore.events import EventLog
+from dagengine_kvstore.eviction import EvictionPolicy, eviction_policy
+from dagengine_kvstore.holds import Hold
+from dagengine_kvstore.leases import Lease
+from dagengine_kvstore.nodes import NodeRecord
+from dagengine_kvstore.references import Parent, Read, check_held, check_readable, check_references
+from dagengine_kvstore.states import Handle, HandleTable
+from dagengine_kvstore.stats import StateInfo, StoreStats
+from dagengine_kvstore.tiers import Tier
+from dagengine_kvstore.writer import RestoreWriter, Writer
+
+
+def _new_id() -> str:
+    return f"st_{secrets.token_hex(12)}"
+
+
+class KVStore:
+    """
+    Args:
+        num_pages, page_size: the arena's size; page_size in tokens.
+        clock: seconds that only grow; times to live and tombstones are measured by it.
+        eviction: a registered policy's name (group `dagengine.eviction_policies`) or a policy.
+        tombstone_s: how long a released handle is remembered.
+        max_events: records kept by `events`.
+        new_id: makes handle ids; the default cannot be guessed.
+
+    Raises:
+        KVStoreError `invalid_size`, `plugin_not_found`, `plugin_broken`.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        eviction: str | EvictionPolicy = "lru",
+        tombstone_s: float = 3600.0,
+        max_events: int = 4096,
+        new_id: Callable[[], str] = _new_id,
+    ) -> None:
+        for field, size in (("num_pages", num_pages), ("page_size", page_size), ("max_events", max_events)):
+            if size < 1:
+                raise KVStoreError("invalid_size", f"{field} must be at least 1, not {size}", field=field)
+        self.page_size = page_size
+        self._clock = clock
+        handles = HandleTable(clock, tombstone_s, new_id)
+        self._books = Books(num_pages, page_size, clock, eviction_policy(eviction), handles, max_events)
+        self._next_uid = 1
+
+    @property
+    def num_pages(self) -> int:
+        return self._books.pool.num_pages
+
+    @property
+    def events(self) -> EventLog:
+        return self._books.events
+
+    def begin(
+        self,
+        parents: Sequence[Parent],
+        reads: Sequence[Read],
+        own_start: int,
+        *,
+        signature: Mapping[str, str],
+        salt: str = "",
+    ) -> Writer:
+        """Start a node. `parents` are held at once; `reads` is the layout of what its tokens attend,
+        in order, each inside what some parent gives; `own_start` is the position of its first token.
+
+        Raises:
+            KVStoreError with the refusals of `check_references`; `field` names the parent or read.
+        """
+        self.expire()
+        parents, reads = tuple(parents), tuple(reads)
+        check_references(parents, reads, signature, salt)
+        fields = tuple(sorted(signature.items()))
+        context = self._books.contents.context(fields, salt, reads, own_start)
+        passing: list[Hold] = []
+        digested: list[Hold] = []
+        for parent in parents:
+            hold = self._books.holds.hold(
+                parent.node, parent.start, parent.stop, passed=parent.mode != "artifact"
+            )
+            (digested if parent.mode == "digest" else passing).append(hold)
+        root = self._books.holds.root(passing)
+        node = NodeRecord(self._next_uid, own_start, parents, reads, fields, salt, context, root)
+        self._next_uid += 1
+        self._books.add_node(node)
+        self._books.writers[node] = Writer(self._books, node, tuple(digested))
+        self._books.note("begin", node)
+        return self._books.writers[node]
+
+    def name(
+        self,
+        node: NodeRecord,
+        *,
+        at: int | None = None,
+        salt: str | None = None,
+        name: str | None = None,
+        ttl_s: float | None = None,
+        pin: bool = False,
+    ) -> str:
+        """A new handle on a sealed node, or on its first `at` tokens (a fork).
+
+        Args:
+            salt: the tenant that asks; None: not checked. The handle is the node's tenant's.
+            name: a label for people; not unique, not resolved.
+            ttl_s: the handle ends by itself after so many seconds, unless pinned.
+            pin: the node and what it passes on are never evicted while the handle lives.
+
+        Raises:
+            KVStoreError `state_not_sealed`, `parent_failed`, `state_not_found` (another tenant's),
+            `span_out_of_range`, `state_released`, `invalid_ttl`.
+        """
+        self.expire()
+        at = node.length if at is None else at
+        check_readable(node, 0, at, salt, "node")
+        check_held(node, 0, at, passed=True, field="node")
+        if ttl_s is not None and not ttl_s > 0:
+            raise KVStoreError("invalid_ttl", f"ttl_s must be positive, not {ttl_s}", field="ttl_s")
+        hold = self._books.holds.hold(node, 0, at, passed=True)
+        handle = self._books.handles.add(node, at, hold, name, pin)
+        self._books.handles.set_ttl(handle, ttl_s)
+        self._books.note("name", node, handle=handle.id)
+        return handle.id
+
+    def resolve(self, handle_id: str, salt: str = "") -> tuple[NodeRecord, int]:
+        """The node that a handle names and the number of its tokens that the handle shows.
+
+        Raises KVStoreError `state_not_found` (also for another tenant's), `state_released`.
+        """
+        handle = self._handle(handle_id, salt)
+        return handle.node, handle.at
+
+    def release(self, handle_id: str, *, salt: str | None = None) -> None:
+        """End a handle, pinned or not. Whoever reads the state keeps it; only the name is gone.
+
+        Raises KVStoreError `state_not_found`, `state_released` (also the second time).
+        """
+        self._books.end_handle(self._handle(handle_id, salt), "release")
+
+    def retain(self, handle_id: str, ttl_s: float | None = None, *, salt: str | None = None) -> None:
+        """Let the handle end `ttl_s` seconds from now, or (None) not by itself. Raises as `release`."""
+        self._books.handles.set_ttl(self._handle(handle_id, salt), ttl_s)
+
+    def pin(self, handle_id: str, *, salt: str | None = None) -> None:
+        """Never evict the state or what it passes on, nor let it expire. Raises as `release`."""
+        self._books.handles.set_pinned(self._handle(handle_id, salt), True)
+
+    def unpin(self, handle_id: str, *, salt: str | None = None) -> None:
+        """Undo `pin`; a time to live that is over ends the handle now. Raises as `release`."""
+        self._books.handles.set_pinned(self._handle(handle_id, salt), False)
+        self.expire()
+
+    def expire(self) -> None:
+        """End the handles whose time to live is over. The other operations on names and steps call it."""
+        for handle in self._books.handles.due():
+            self._books.end_handle(handle, "expire")
+
+    def hold(self, node: NodeRecord, at: int | None = None) -> None:
+        """Keep a sealed node without a name. Raises as `name`."""
+        at = node.length if at is None else at
+        check_readable(node, 0, at, None, "node")
+        check_held(node, 0, at, passed=True, field="node")
+        self._books.hold(node, at)
+
+    def unhold(self, node: NodeRecord, at: int | None = None) -> None:
+        """Undo one `hold` (or the one that `seal` gave). Raises KVStoreError `not_held` if there is none."""
+        self._books.unhold(node, node.length if at is None else at)
+
+    def lease(self, reads: Sequence[Read]) -> Lease:
+        """Pin the pages of all reads, or of none.
+
+        Raises:
+            NotResident (code `not_resident`): held but evicted nodes; restore them, then lease again.
+            KVStoreError `state_released` for tokens that are neither resident nor held, `state_not_sealed`,
+            `parent_failed`, `span_out_of_range`.
+        """
+        reads = tuple(reads)
+        runs: list[tuple[int, ...]] = []
+        missing: dict[NodeRecord, None] = {}
+        for index, read in enumerate(reads):
+            field = f"reads[{index}]"
+            check_readable(read.node, read.start, read.stop, None, field)
+            span = self._books.holds.page_range(read.start, read.stop)
+            run = tuple(page for page in read.node.pages[span.start : span.stop] if page is not None)
+            runs.append(run)
+            if len(run) < len(span):
+                check_held(read.node, read.start, read.stop, passed=False, field=field)
+                missing[read.node] = None
+        if missing:
+            raise NotResident(tuple(missing))
+        use = self._books.next_use()
+        for read, run in zip(reads, runs, strict=True):
+            read.node.leases += 1
+            read.node.last_used = use
+            for page in run:
+                self._books.pool.share(page)
+        lease = Lease(self._books.pool, self.page_size, reads, tuple(runs), self._books.end_lease)
+        self._books.leases[lease] = None
+        return lease
+
+    def restore(self, node: NodeRecord) -> RestoreWriter:
+        """Compute the missing pages of a held, sealed node again. One restore of a node runs at a time.
+
+        Raises KVStoreError `state_not_sealed`, `parent_failed`, `state_released`, `already_restoring`.
+        """
+        check_readable(node, 0, node.length, None, "node")
+        if not node.cover:
+            raise KVStoreError("state_released", f"nothing holds node {node.uid} any more", field="node")
+        if node.restoring:
+            raise KVStoreError("already_restoring", f"node {node.uid} is being restored, wait", field="node")
+        held_stop = max(stop for _, stop in node.cover)
+        target = min(node.length, self._books.holds.page_range(0, held_stop).stop * self.page_size)
+        holds = [self._books.holds.hold(node, 0, target, passed=False)]
+        holds += [
+            self._books.holds.hold(read.node, read.start, read.stop, passed=False) for read in node.reads
+        ]
+        node.restoring = True
+        writer = RestoreWriter(self._books, node, target, tuple(holds))
+        self._books.restores[node] = writer
+        self._books.note("restore", node)
+        return writer
+
+    def evict(self, node: NodeRecord) -> int:
+        """Drop a node's own pages; its handles and its recipe stay. Returns the number of pages dropped.
+
+        Raises KVStoreError `state_not_sealed`, `parent_failed`, `state_in_use` (leased, pinned or restoring).
+        """
+        check_readable(node, 0, node.length, None, "node")
+        if node.leases or node.restoring or node in self._books.pinned():
+            raise KVStoreError(
+                "state_in_use", f"node {node.uid} is leased, pinned or restoring", field="node"
+            )
+        return self._books.evict(node)
+
+    def tier(self, node: NodeRecord) -> Tier:
+        """DEVICE if all that is held of a sealed node is resident, else NOWHERE."""
+        resident = all(node.pages[index] is not None for index in self._books.holds.covered_pages(node))
+        return Tier.DEVICE if resident and node.cover else Tier.NOWHERE
+
+    def available(self, exclude: Iterable[NodeRecord] = ()) -> int:
+        """Pages that `reserve` could take now if it may not evict the nodes in `exclude`; shared pages once.
+
+        Evicting frees nothing while a step is open, so then only free and cached pages count.
+        """
+        pool = self._books.pool
+        return pool.num_free + pool.num_cached + self._books.num_evictable_pages(set(exclude))
+
+    def can_fit(self, num_pages: int, exclude: Iterable[NodeRecord] = ()) -> bool:
+        """Whether `available(exclude) >= num_pages`, without looking at states if that is not needed."""
+        pool = self._books.pool
+        return num_pages <= pool.num_free + pool.num_cached or num_pages <= self.available(exclude)
+
+    def begin_step(self) -> int:
+        """A step (or a transfer) starts to touch pages: what is freed from now on waits until it ends."""
+        self.expire()
+        return self._books.pool.begin_fence()
+
+    def end_step(self, fence: int) -> None:
+        """The step is done on the device. Raises KVStoreError `unknown_fence`, also the second time."""
+        self._books.pool.end_fence(fence)
+
+    def check(self) -> None:
+        """Count everything again. Raises LeakError naming every difference."""
+        found = audit.problems(self._books)
+        if found:
+            raise LeakError(found)
+
+    def stats(self) -> StoreStats:
+        books, pool = self._books, self._books.pool
+        nodes = books.nodes()
+        owners = Counter(page for node in nodes for page in node.pages if page is not None)
+        for writer in (*books.writers.values(), *books.restores.values()):
+            owners.update(writer.pages)
+        states = [node for node in nodes if node.sealed and (node.cover or node.root.refs)]
+        return StoreStats(
+            pages_total=pool.num_pages,
+            pages_free=pool.num_free,
+            pages_cached=pool.num_cached,
+            pages_live=sum(refs > 0 for refs in pool.refs),
+            pages_waiting=pool.num_waiting,
+            pages_shared=sum(count > 1 for count in owners.values()),
+            open_fences=pool.num_fences,
+            writers=len(books.writers),
+            restores=len(books.restores),
+            leases=len(books.leases),
+            handles=len(books.handles),
+            states=len(states),
+            states_resident=sum(self.tier(node) is Tier.DEVICE for node in states),
+            tokens_written=books.tokens_written,
+            tokens_reused=books.tokens_reused,
+            evictions=books.evictions,
+        )
+
+    def describe(self, handle_id: str, *, salt: str | None = None) -> StateInfo:
+        """What a handle names. Raises as `release`."""
+        return self._describe(self._handle(handle_id, salt))
+
+    def states(self, *, salt: str | None = None) -> tuple[StateInfo, ...]:
+        """All handles of a tenant (None: of all), in order of arrival."""
+        self.expire()
+        return tuple(
+            self._describe(handle) for handle in self._books.handles if salt in (None, handle.node.salt)
+        )
+
+    def _handle(self, handle_id: str, salt: str | None) -> Handle:
+        self.expire()
+        return self._books.handles.get(handle_id, salt)
+
+    def _describe(self, handle: Handle) -> StateInfo:
+        node = handle.node
+        span = self._books.holds.page_range(0, handle.at)
+        return StateInfo(
+            id=handle.id,
+            name=handle.name,
+            node=node.uid,
+            at=handle.at,
+            own_start=node.own_start,
+            context_tokens=sum(read.stop - read.start for read in node.reads),
+            pages=sum(page is not None for page in node.pages[: span.stop]),
+            tier=self.tier(node),
+            readers=node.leases,
+            holders=node.root.refs,
+            pinned=handle.pinned,
+            expires_s=None if handle.deadline is None else max(0.0, handle.deadline - self._clock()),
+            salt=node.salt,
+            signature=node.signature,
+            spans=tuple(node.spans.items()),
+        )

@@ -1,0 +1,280 @@
+"""Writing KV into pages: a new node's, or again an evicted node's. Knows one chain of tokens and its pages;
+the books lend the pool, the content table and the holds.
+
+    tokens   0 ········ committed ········ num_tokens ········ capacity
+             │ computed and readable  │ appended, step running │ reserved │
+
+Pages before `committed` that are full carry their content and may be shared. A page attached by `match` is
+never written: it is full, or it is the last one and closes the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from dagengine_kvstore.errors import KVStoreError
+from dagengine_kvstore.holds import Hold
+from dagengine_kvstore.leases import page_extents
+from dagengine_kvstore.nodes import Extent, NodeRecord
+from dagengine_kvstore.reuse import Context, Prefix
+
+if TYPE_CHECKING:
+    from dagengine_kvstore.books import Books
+
+
+class PageWriter:
+    """What writers have in common. Not made by users: see KVStore.begin and KVStore.restore."""
+
+    def __init__(self, books: Books, node: NodeRecord) -> None:
+        self.node = node
+        self.pages: list[int] = []
+        self._books = books
+        self._tokens: list[int] = []
+        self._committed = 0
+        self._content: Context | Prefix = node.context  # of the pages before `_known`
+        self._known = 0  # pages whose content is known
+        self._closed_tail = False  # the last page is partial and shared
+        self._open = True
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def num_committed(self) -> int:
+        return self._committed
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit into the pages reserved so far."""
+        return self.num_tokens if self._closed_tail else len(self.pages) * self._books.page_size
+
+    def pages_needed(self, count: int) -> int:
+        """Pages that `reserve(count)` would take."""
+        size = self._books.page_size
+        return max(0, -(-(self.num_tokens + count) // size) - len(self.pages))
+
+    def match(self, tokens: Sequence[int], *, whole: bool = False) -> int:
+        """Attach pages of equal earlier work for the next tokens, which then count as written and committed.
+
+        `tokens` are the next tokens that need not be computed: leave out the last one if its logits are
+        needed. With `whole`, a partial last page is attached too if every token matches; nothing can be
+        appended behind it.
+
+        Returns:
+            The number of tokens reused: full pages only, or all of `tokens`.
+
+        Raises:
+            KVStoreError `match_misaligned` behind a page that is not full or while pages are reserved.
+        """
+        self._check_open()
+        size = self._books.page_size
+        if self._closed_tail or not len(self.pages) * size == self.num_tokens == self._committed:
+            raise KVStoreError("match_misaligned", "match before anything is reserved behind full pages")
+        contents, pool = self._books.contents, self._books.pool
+        reused = 0
+        while reused < len(tokens):
+            chunk = tokens[reused : reused + size]
+            if len(chunk) < size and not whole:
+                break
+            content = contents.find(self._content, chunk)
+            page = None if content is None else pool.find(content)
+            if content is None or page is None:
+                break
+            pool.share(page)
+            self._attach(page, content, chunk)
+            reused += len(chunk)
+        self._books.tokens_reused += reused
+        self._books.note("match", self.node, tokens=reused)
+        return reused
+
+    def reserve(self, count: int) -> None:
+        """Pages for `count` more tokens, all or nothing: free ones, then cached ones, then evicted states'.
+
+        Raises:
+            OutOfPages (code `capacity`): nothing was changed.
+            KVStoreError `partial_page_shared` behind a partial page attached by `match`.
+        """
+        self._check_open()
+        if count < 0:
+            raise KVStoreError("invalid_count", f"count must not be negative: {count}", field="count")
+        if self._closed_tail and count:
+            message = "the last page is another node's partial page and cannot be appended to"
+            raise KVStoreError("partial_page_shared", message, field="count")
+        after = self.pages[-1] if self.pages else None
+        pages = self._books.take_pages(self.node, self.pages_needed(count), after)
+        for page in pages:
+            self._books.pool.base[page] = self.node.own_start + len(self.pages) * self._books.page_size
+            self.pages.append(page)
+
+    def append(self, tokens: Sequence[int]) -> list[int]:
+        """The slots (page * page_size + row) that the KV of the next tokens goes to.
+
+        Raises KVStoreError `not_reserved` if there are fewer reserved rows than tokens.
+        """
+        self._check_open()
+        if self.num_tokens + len(tokens) > self.capacity:
+            room = self.capacity - self.num_tokens
+            raise KVStoreError(
+                "not_reserved", f"reserve {len(tokens)} tokens first, {room} are", field="tokens"
+            )
+        size = self._books.page_size
+        span = range(self.num_tokens, self.num_tokens + len(tokens))
+        self._tokens.extend(tokens)
+        return [self.pages[offset // size] * size + offset % size for offset in span]
+
+    def commit(self, count: int) -> None:
+        """The step that wrote the next `count` appended tokens is done: full pages become reusable.
+
+        Raises KVStoreError `invalid_count` for more tokens than were appended.
+        """
+        self._check_open()
+        pending = self.num_tokens - self._committed
+        if not 0 <= count <= pending:
+            raise KVStoreError(
+                "invalid_count", f"{pending} tokens are not committed, not {count}", field="count"
+            )
+        self._committed += count
+        self._books.tokens_written += count
+        size = self._books.page_size
+        while (self._known + 1) * size <= self._committed:
+            self._learn(self._tokens[self._known * size : (self._known + 1) * size])
+
+    def extents(self, start: int = 0, stop: int | None = None) -> list[Extent]:
+        """(page, lo, hi, stored) of tokens [start, stop) appended so far, in order."""
+        self._check_open()
+        stop = self.num_tokens if stop is None else stop
+        if not 0 <= start <= stop <= self.num_tokens:
+            message = f"[{start}, {stop}) is not inside [0, {self.num_tokens})"
+            raise KVStoreError("span_out_of_range", message, field="stop")
+        size = self._books.page_size
+        return page_extents(self._books.pool, self.pages[start // size :], size, start, stop)
+
+    def _attach(self, page: int, content: Prefix, tokens: Sequence[int]) -> None:
+        self.pages.append(page)
+        self._tokens.extend(tokens)
+        self._committed = self.num_tokens
+        self._content = content
+        self._known += 1
+        self._closed_tail = len(tokens) < self._books.page_size
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        content = self._books.contents.extend(self._content, tokens)
+        self._books.pool.remember(self.pages[self._known], content)
+        self._content = content
+        self._known += 1
+
+    def _finish_pages(self) -> None:
+        """Give back pages reserved in vain and make a partial last page known."""
+        if self._committed < self.num_tokens:
+            pending = self.num_tokens - self._committed
+            raise KVStoreError("not_committed", f"{pending} tokens are appended but not committed")
+        size = self._books.page_size
+        needed = -(-self.num_tokens // size)
+        self._drop_pages(needed)
+        if self._known < needed:
+            self._learn(self._tokens[self._known * size :])
+
+    def _drop_pages(self, keep: int = 0) -> None:
+        while len(self.pages) > keep:
+            self._books.pool.drop(self.pages.pop())
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise KVStoreError("writer_closed", f"the writer of node {self.node.uid} is closed")
+
+
+class Writer(PageWriter):
+    """Writes a new node, from `KVStore.begin` until `seal` or `abort`."""
+
+    def __init__(self, books: Books, node: NodeRecord, digested: tuple[Hold, ...]) -> None:
+        super().__init__(books, node)
+        self.digested = digested
+        node.tokens = self._tokens
+
+    def rollback(self) -> None:
+        """Give all own pages back and forget the tokens; what the node reads stays held."""
+        self._check_open()
+        self._drop_pages()
+        self._tokens.clear()
+        self._committed = self._known = 0
+        self._content = self.node.context
+        self._closed_tail = False
+        self._books.note("rollback", self.node)
+
+    def seal(self, spans: Mapping[str, tuple[int, int]] | None = None) -> NodeRecord:
+        """Make the node immutable and let go of what it digested.
+
+        The node comes back held once, as if by `KVStore.hold`: name it or read it, then `unhold` it.
+
+        Raises:
+            KVStoreError `not_committed` while appended tokens are not committed, `span_out_of_range`.
+        """
+        self._check_open()
+        spans = dict(spans or {})
+        for name, (start, stop) in spans.items():
+            if not 0 <= start <= stop <= self.num_tokens:
+                message = f"span {name!r} [{start}, {stop}) is not inside [0, {self.num_tokens})"
+                raise KVStoreError("span_out_of_range", message, field=f"spans.{name}")
+        self._finish_pages()
+        self._open = False
+        self._books.seal(self, spans)
+        return self.node
+
+    def abort(self) -> None:
+        """Give everything back; the node never becomes a state."""
+        self._check_open()
+        self._open = False
+        self._drop_pages()
+        self._books.abort(self)
+
+
+class RestoreWriter(PageWriter):
+    """Computes the missing pages of a sealed node again, from `KVStore.restore` until `finish` or `abort`.
+
+    Starts behind the pages that are still resident or can be matched; `todo` is what is left. Holds what the
+    node reads, so that its sources stay once they are restored.
+    """
+
+    def __init__(self, books: Books, node: NodeRecord, target: int, holds: tuple[Hold, ...]) -> None:
+        super().__init__(books, node)
+        self.target = target
+        self.holds = holds
+        size = books.page_size
+        for index, page in enumerate(node.pages[: -(-target // size)]):
+            if page is None:
+                break
+            chunk = node.tokens[index * size : (index + 1) * size]
+            books.pool.share(page)
+            self._attach(page, books.contents.extend(self._content, chunk), chunk)
+        if not self._closed_tail:
+            self.match(node.tokens[self.num_tokens : target], whole=target == node.length)
+
+    @property
+    def todo(self) -> list[int]:
+        """Tokens still to append, in order."""
+        return list(self.node.tokens[self.num_tokens : self.target])
+
+    def append(self, tokens: Sequence[int]) -> list[int]:
+        """As Writer.append. Raises KVStoreError `recipe_mismatch` for tokens that are not next in `todo`."""
+        if list(tokens) != self.todo[: len(tokens)]:
+            raise KVStoreError("recipe_mismatch", "append the tokens of `todo`, in order", field="tokens")
+        return super().append(tokens)
+
+    def finish(self) -> NodeRecord:
+        """Make the pages the node's own. Raises KVStoreError `not_committed` while `todo` is not computed."""
+        self._check_open()
+        if self.todo:
+            raise KVStoreError("not_committed", f"{len(self.todo)} tokens are left to compute")
+        self._finish_pages()
+        self._open = False
+        self._books.finish_restore(self)
+        return self.node
+
+    def abort(self) -> None:
+        """Give everything back; the node stays as it was."""
+        self._check_open()
+        self._open = False
+        self._drop_pages()
+        self._books.abort_restore(self)
