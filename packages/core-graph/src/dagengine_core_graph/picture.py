@@ -12,7 +12,7 @@ from .schema import ContextDocument, GraphDocument
 
 @dataclass(frozen=True)
 class PictureNode:
-    """A box: its name, a line of detail, and whether it stands outside the graph (a state, a dropped node)."""
+    """A box: name, a line of detail, and whether it is outside the graph (a state, a dropped node)."""
 
     label: str
     detail: str = ""

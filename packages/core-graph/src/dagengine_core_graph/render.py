@@ -141,7 +141,9 @@ def _svg_edge(
     y += BOX_HEIGHT
     bend = (to_y - y) * 0.45
     side = 26 * ((nth + 1) // 2) * (1 if nth % 2 else -1)
-    curve = f"M{x:.1f} {y:.1f}C{x + side:.1f} {y + bend:.1f} {to_x + side:.1f} {to_y - bend:.1f} {to_x:.1f} {to_y:.1f}"
+    points = [(x, y), (x + side, y + bend), (to_x + side, to_y - bend), (to_x, to_y)]
+    start, *bends = [f"{at_x:.1f} {at_y:.1f}" for at_x, at_y in points]
+    curve = f"M{start}C{' '.join(bends)}"
     drawn = [f'<path class="{edge.mode}" d="{curve}" marker-end="url(#arrow)"/>']
     if edge.label:
         at = f'x="{(x + to_x) / 2 + side * 0.75:.1f}" y="{(y + to_y) / 2 + 4:.1f}"'
