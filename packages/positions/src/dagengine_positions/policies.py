@@ -1,0 +1,122 @@
+"""The built-in position policies: linear, native, explicit.
+
+    linear     visible tokens in order at 0, 1, 2, ...; own start = their number
+    native     every token keeps its stored position; own start = the largest view + 1
+    explicit   the tokens that a reference places lie consecutively from its ``start``; own start = the
+    largest
+               view + 1, or the larger ``own_start`` given as an option
+
+A node that sees nothing starts at 0, unless ``own_start`` says otherwise. What a policy would have to ignore,
+it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dagengine_core_graph import VisibleContext
+
+from .errors import PositionError, shown, suggestion, whole
+from .layout import Layout, Segment, StoredStart
+from .rope import POSITION_LIMIT
+
+
+class LinearPolicy:
+    """Visible tokens at 0, 1, 2, ... in context order: a chain of inherits is exactly the plain prompt."""
+
+    name = "linear"
+
+    def lay_out(
+        self, context: VisibleContext, stored_start: StoredStart, options: Mapping[str, object]
+    ) -> Layout:
+        _refuse_options(self.name, options, ())
+        _refuse_starts(self.name, context)
+        segments = []
+        view = 0
+        for seen in context.ranges:
+            delta = view - stored_start(seen.node) - seen.start
+            segments.append(Segment(seen.node, seen.start, seen.stop, view, delta))
+            view += seen.stop - seen.start
+        return Layout(self.name, tuple(segments), view, view)
+
+
+class NativePolicy:
+    """Every token where it is stored: parallel branches start together, a merge follows the longest."""
+
+    name = "native"
+
+    def lay_out(
+        self, context: VisibleContext, stored_start: StoredStart, options: Mapping[str, object]
+    ) -> Layout:
+        _refuse_options(self.name, options, ())
+        _refuse_starts(self.name, context)
+        segments = []
+        own_start = 0
+        for seen in context.ranges:
+            stored = stored_start(seen.node)
+            segments.append(Segment(seen.node, seen.start, seen.stop, stored + seen.start, 0))
+            own_start = max(own_start, stored + seen.stop)
+        return Layout(self.name, tuple(segments), own_start, context.num_tokens)
+
+
+class ExplicitPolicy:
+    """Every reference says where its tokens start; overlaps are allowed.
+
+    Options:
+        own_start: position of the node's first own token, at least the largest view position + 1.
+    """
+
+    name = "explicit"
+
+    def lay_out(
+        self, context: VisibleContext, stored_start: StoredStart, options: Mapping[str, object]
+    ) -> Layout:
+        _refuse_options(self.name, options, ("own_start",))
+        segments: list[Segment] = []
+        least = 0
+        for index, (reference, ranges) in enumerate(context.parts):
+            field = f"context[{index}].start"
+            if reference.start is None:
+                raise PositionError("policy_unsupported", "policy 'explicit' needs a start", field)
+            view = _position(reference.start, field)
+            for seen in ranges:
+                delta = view - stored_start(seen.node) - seen.start
+                _append(segments, Segment(seen.node, seen.start, seen.stop, view, delta))
+                view += seen.stop - seen.start
+                least = max(least, view)
+        own_start = least
+        if options.get("own_start") is not None:
+            own_start = _position(options["own_start"], "own_start")
+            if own_start < least:
+                message = f"must be at least {least}, after every visible token, not {own_start}"
+                raise PositionError("policy_unsupported", message, "own_start")
+        return Layout(self.name, tuple(segments), own_start, context.num_tokens)
+
+
+def _append(segments: list[Segment], segment: Segment) -> None:
+    """Append `segment`, joined to the last one where that goes on in the same node with the same delta."""
+    if segments:
+        last = segments[-1]
+        if last.node == segment.node and last.stop == segment.start and last.delta == segment.delta:
+            segments[-1] = Segment(last.node, last.start, segment.stop, last.view_start, last.delta)
+            return
+    segments.append(segment)
+
+
+def _position(value: object, field: str) -> int:
+    return whole(PositionError, "policy_unsupported", value, field, 0, POSITION_LIMIT - 1)
+
+
+def _refuse_options(policy: str, options: Mapping[str, object], known: tuple[str, ...]) -> None:
+    for name in options:
+        if name not in known:
+            has = f"has only {', '.join(known)}" if known else "has no options"
+            message = f"policy {policy!r} {has}; {shown(name)} is unknown{suggestion(name, known)}"
+            raise PositionError("policy_unsupported", message, str(name))
+
+
+def _refuse_starts(policy: str, context: VisibleContext) -> None:
+    for index, reference in enumerate(context.references):
+        if reference.start is not None:
+            message = f"policy {policy!r} has no use for a start; remove it or choose 'explicit'"
+            raise PositionError("policy_unsupported", message, f"context[{index}].start")
