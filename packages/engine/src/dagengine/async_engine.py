@@ -1,0 +1,194 @@
+"""The thread that owns an engine core, and how other threads and event loops talk to it.
+
+Everything that touches the core runs on its thread: commands queue up and run between steps, events go out to the
+callback of their request. The thread either serves or is dead; when it dies every open request is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from .core import EngineCore
+from .errors import DagError, EngineDead
+from .request import Event, FinishedEvent, Request
+
+log = logging.getLogger("dagengine")
+
+T = TypeVar("T")
+OnEvent = Callable[[Event], None]
+IDLE_WAIT_S = 0.5
+STUCK_WAIT_S = 0.001
+
+
+class EngineThread:
+    """Runs a core until `close`.
+
+    Args:
+        core: handed over; nobody else may touch it afterwards.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._listeners: dict[str, OnEvent] = {}
+        self._stopping = False
+        self._deadline = 0.0
+        self._failures = 0
+        self._dead: EngineDead | None = None
+        self._beat = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="dagengine", daemon=True)
+        self._thread.start()
+
+    @property
+    def dead(self) -> EngineDead | None:
+        """Why nothing is served any more, if so."""
+        return self._dead
+
+    def seconds_since_beat(self) -> float:
+        """Seconds since the thread last came round its loop; it beats at least twice a second unless it hangs."""
+        return time.monotonic() - self._beat
+
+    def call(self, function: Callable[[EngineCore], T]) -> Future[T]:
+        """Run `function` on the engine's thread, between steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(self._core))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._post(run, future)
+        return future
+
+    def submit(self, requests: Sequence[Request], on_event: OnEvent) -> Future[None]:
+        """Accept one request, or a group that may refer to each other.
+
+        `on_event` gets every event of these requests, on the engine's thread. The future fails with the refusal if
+        the submission as a whole is refused; then no event follows.
+        """
+
+        def accept(core: EngineCore) -> None:
+            if self._stopping:
+                raise DagError("draining", "the engine is shutting down and takes nothing new")
+            fresh = [r.id for r in requests if r.id not in self._listeners]
+            self._listeners.update({request_id: on_event for request_id in fresh})
+            try:
+                if len(requests) == 1 and all(ref.request is None for ref in requests[0].context):
+                    core.submit(requests[0])
+                else:
+                    core.submit_group(requests)
+            except BaseException:
+                for request_id in fresh:
+                    self._listeners.pop(request_id, None)
+                raise
+
+        return self.call(accept)
+
+    def post(self, function: Callable[[EngineCore], object]) -> None:
+        """Like `call`, for whoever does not wait; never blocks, and is quietly dropped by a dead engine."""
+
+        def run() -> None:
+            try:
+                function(self._core)
+            except DagError as error:
+                log.debug("a posted command was refused: %s", error)
+
+        if self._dead is None:
+            self._commands.append(run)
+            if self._wake.acquire(blocking=False):
+                self._wake.notify()
+                self._wake.release()
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Take nothing new, let requests finish for `drain_s` seconds, cancel the rest, stop the thread."""
+        self._deadline = time.monotonic() + drain_s
+        self._stopping = True
+        with self._wake:
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, run: Callable[[], None], future: Future[T]) -> None:
+        if self._dead is not None or not self._thread.is_alive():
+            future.set_exception(self._dead or EngineDead("the engine is closed"))
+            return
+        self._commands.append(run)
+        with self._wake:
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while not self._turn():
+                pass
+            self._die(EngineDead("the engine is closed"))
+        except BaseException as error:
+            log.exception("the engine thread dies")
+            self._die(EngineDead(f"the engine stopped: {error}"))
+
+    def _turn(self) -> bool:
+        """Once round: commands, a step, events. Returns whether the thread is to stop."""
+        self._beat = time.monotonic()
+        while self._commands:
+            self._commands.popleft()()
+        if self._stopping and (not self._core.has_work or self._beat >= self._deadline):
+            self._core.abort_all(DagError("cancelled", "the engine is shutting down"))
+            self._dispatch(self._core.take_events())
+            return True
+        if not self._core.has_work:
+            self._dispatch(self._core.take_events())
+            with self._wake:
+                if not self._commands and not self._stopping:
+                    self._wake.wait(IDLE_WAIT_S)
+            return False
+        self._dispatch(self._step())
+        if not self._core.progressed:
+            time.sleep(STUCK_WAIT_S)
+        return False
+
+    def _step(self) -> list[Event]:
+        """One step; an error that the core did not pin on a batch ends every request."""
+        try:
+            events = self._core.step()
+            self._failures = self._core.stats.failed_steps
+        except Exception as error:
+            log.exception("a step failed outside of its batch; all requests end")
+            self._failures += 1
+            self._core.abort_all(DagError("internal", f"the engine failed: {type(error).__name__}: {error}"))
+            self._core.store.check()
+            events = self._core.take_events()
+        if self._failures >= self._core.config.max_failed_steps:
+            self._dispatch(events)
+            raise EngineDead(f"{self._failures} steps failed in a row")
+        return events
+
+    def _dispatch(self, events: list[Event]) -> None:
+        for event in events:
+            finished = isinstance(event, FinishedEvent)
+            listener = self._listeners.pop(event.request_id, None) if finished else self._listeners.get(event.request_id)
+            if listener is None:
+                continue
+            try:
+                listener(event)
+            except Exception:
+                log.exception("a listener of request %s failed", event.request_id)
+
+    def _die(self, reason: EngineDead) -> None:
+        self._dead = reason
+        listeners, self._listeners = self._listeners, {}
+        for request_id, listener in listeners.items():
+            try:
+                listener(FinishedEvent(request_id, (), reason))
+            except Exception:
+                log.exception("a listener of request %s failed", request_id)
+        while self._commands:
+            self._commands.popleft()()

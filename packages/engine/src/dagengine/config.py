@@ -1,0 +1,69 @@
+"""What an engine is told when it is built. Values are resolved here once; nothing reads the environment later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import DagError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+LOAD_FORMATS = ("auto", "dummy")
+DEFAULT_KV_MEMORY_GIB = 2.0
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    Attributes:
+        dtype: of weights and KV; `auto` is the checkpoint's on a GPU, and float32 on a CPU.
+        max_model_len: tokens a request may see and sample together; None is the model's maximum.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: most tokens computed in one step; longer prompts are computed in chunks.
+        page_size: tokens per KV page.
+        kv_pages: pages in the pool; None derives them from `kv_memory_gib`.
+        kv_memory_gib: size of the pool when `kv_pages` is None.
+        attention_backend: `auto` or the name of a registered backend.
+        position_policy: for requests that name none.
+        seed: of dummy weights and of the seeds drawn for requests that name none; None draws from the system.
+        load_format: `auto` reads the folder's weights, `dummy` makes seeded random ones of its shape.
+        threads: of torch on the CPU; None leaves torch's choice.
+        max_waiting: requests that may wait before `queue_full`; None is unbounded.
+        max_failed_steps: failed steps in a row after which the engine declares itself dead.
+    """
+
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    page_size: int = 64
+    kv_pages: int | None = None
+    kv_memory_gib: float = DEFAULT_KV_MEMORY_GIB
+    attention_backend: str = "auto"
+    position_policy: str = "linear"
+    seed: int | None = None
+    load_format: str = "auto"
+    threads: int | None = None
+    max_waiting: int | None = None
+    max_failed_steps: int = 3
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("load_format", self.load_format, LOAD_FORMATS)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "max_failed_steps"):
+            _at_least_one(name, getattr(self, name))
+        for name in ("max_model_len", "kv_pages", "threads", "max_waiting"):
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
+        if not isinstance(self.kv_memory_gib, int | float) or not 0 < self.kv_memory_gib < 1e6:
+            raise DagError("invalid_request", "kv_memory_gib must be a positive number of GiB", "kv_memory_gib")
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise DagError("invalid_request", f"{name} must be one of {', '.join(allowed)}, not {value!r}", name)
+
+
+def _at_least_one(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise DagError("invalid_request", f"{name} must be an integer of at least 1, not {value!r}", name)

@@ -1,0 +1,572 @@
+"""The engine's heart: submit, step, abort. Synchronous, single-threaded, no I/O, no clocks but for timing.
+
+    submit ─► PARENTS (wait for requests of the same submission) ─► scheduler's queues ─► sealed or discarded
+Every submitted request ends with exactly one FinishedEvent, whatever happens to it. Every path out of a request goes
+through `_finish`, which is where that is held.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence as SequenceOf
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from dagengine_kernels import AttentionBackend, get_backend
+from dagengine_kvstore import KVStore, NodeRecord
+from dagengine_positions import ModelAdapter, ModelGeometry
+from torch import Tensor
+
+from .config import EngineConfig
+from .detokenizer import IncrementalDetokenizer
+from .errors import DagError, as_dag_error
+from .prepare import Prepared, Preparer, ResolvedRef
+from .request import Choice, ContextRef, DagInfo, Event, FinishedEvent, Request, Timing, TokenEvent
+from .runner import Chunk, Runner
+from .sampler import NonFiniteLogits, Sampled, SamplingRow, sample
+from .scheduler import Scheduler, work_ids
+from .sequence import Restore, Sequence, Work
+from .stats import EngineStats
+from .tokenizer import Tokenizer
+
+log = logging.getLogger("dagengine")
+
+# observer(request id, answer index, own offset of the token the logits follow, logits [vocab])
+Observer = Callable[[str, int, int, Tensor], None]
+
+
+@dataclass(eq=False)
+class _Running:
+    """A submitted request.
+
+    Attributes:
+        parents: ids of requests of the same submission that it waits for.
+        held: nodes of finished parents, held until this request began.
+        children: ids of requests that wait for it.
+    """
+
+    request: Request
+    submitted: float
+    arrival: int
+    parents: set[str] = field(default_factory=set)
+    held: dict[str, NodeRecord] = field(default_factory=dict)
+    children: list[str] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    choices: dict[int, Choice] = field(default_factory=dict)
+    prepared: Prepared | None = None
+
+
+class EngineCore:
+    """Owns the queues, the store's lifetimes and the step.
+
+    Args:
+        tokenizer: None for models without text; then answers have empty text and stop strings are refused.
+        observer: sees the logits of every sampled position; for tests and tools.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        store: KVStore,
+        runner: Runner,
+        geometry: ModelGeometry,
+        adapter: ModelAdapter,
+        signature: Mapping[str, str],
+        *,
+        max_model_len: int,
+        eos_token_ids: SequenceOf[int],
+        tokenizer: Tokenizer | None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.config, self.store, self.geometry = config, store, geometry
+        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self.default_backend = get_backend(default_backend(config.attention_backend)).name
+        self._runner, self._observer = runner, observer
+        self._eos = frozenset(eos_token_ids)
+        self._vocab = min(geometry.vocab_size, tokenizer.vocab_size) if tokenizer else geometry.vocab_size
+        self.preparer = Preparer(store, geometry, adapter, signature, max_model_len=max_model_len)
+        self._work_ids = work_ids()
+        self._scheduler = Scheduler(store, config, self._work_ids, fail=self._fail_sequence, forget=self._forget)
+        self._requests: dict[str, _Running] = {}
+        self._backends: dict[str, AttentionBackend] = {}
+        self._arrivals = count()
+        self._events: list[Event] = []
+        self._seeds = torch.Generator().manual_seed(config.seed) if config.seed is not None else torch.Generator()
+        if config.seed is None:
+            self._seeds.seed()
+        self._stats = EngineStats()
+        self._progressed = False
+
+    def submit(self, request: Request) -> None:
+        """Accept a request whose references are all states.
+
+        Raises:
+            DagError: the refusal; nothing was accepted then, and no event follows.
+        """
+        self._check(request)
+        refs = [self.preparer.resolve(ref, i, request.salt) for i, ref in enumerate(request.context)]
+        running = _Running(request, time.perf_counter(), next(self._arrivals))
+        self._begin(running, refs)
+
+    def submit_group(self, requests: SequenceOf[Request]) -> None:
+        """Accept requests that may refer to each other, each only to earlier ones of the list.
+
+        A node that is refused once its parents are known ends with that error in its terminal event, its dependents
+        with `parent_failed`; independent nodes go on.
+
+        Raises:
+            DagError: a refusal that concerns the submission as a whole; nothing was accepted then.
+        """
+        earlier: dict[str, Request] = {}
+        for request in requests:
+            if request.id in earlier:
+                raise DagError("invalid_request", f"two requests are called {request.id!r}", "id")
+            self._check(request)
+            for index, ref in enumerate(request.context):
+                field_name = f"context[{index}]"
+                if ref.request is None:
+                    self.preparer.resolve(ref, index, request.salt)
+                elif ref.request not in earlier:
+                    raise DagError("cycle", f"{ref.request!r} is no earlier request", f"{field_name}.request")
+                elif (parent := earlier[ref.request].sampling) is not None and parent.n > 1:
+                    raise DagError("invalid_request", "a request with n > 1 cannot be read", f"{field_name}.request")
+            earlier[request.id] = request
+        now = time.perf_counter()
+        for request in requests:
+            running = _Running(request, now, next(self._arrivals))
+            running.parents = {ref.request for ref in request.context if ref.request is not None}
+            self._requests[request.id] = running
+            for parent in sorted(running.parents):
+                self._requests[parent].children.append(request.id)
+        for request in requests:
+            self._try_begin(request.id)
+
+    def abort(self, request_id: str, error: DagError | None = None) -> bool:
+        """End a request now. Unknown and finished ids are no error; returns whether there was one to end."""
+        running = self._requests.get(request_id)
+        if running is None:
+            return False
+        self._finish(running, error or DagError("cancelled", "the request was cancelled"))
+        return True
+
+    def _check(self, request: Request) -> None:
+        if request.id in self._requests:
+            raise DagError("invalid_request", f"request id {request.id!r} is in use", "id")
+        if not request.input_ids:
+            raise DagError("invalid_request", "the input holds no token; send at least one", "input")
+        for position, token in enumerate(request.input_ids):
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.geometry.vocab_size:
+                raise DagError(
+                    "invalid_request",
+                    f"token ids are integers from 0 to {self.geometry.vocab_size - 1}, not {token!r}",
+                    f"input[{position}]",
+                )
+        limit = self.config.max_waiting
+        if limit is not None and len(self._scheduler.waiting) >= limit:
+            raise DagError("queue_full", f"{limit} requests wait already; try again later")
+        if request.backend is not None:
+            self._backend(request.backend)
+        params = request.sampling
+        if params is None:
+            return
+        for token in (*params.stop_token_ids, *params.logit_bias):
+            if token >= self.geometry.vocab_size:
+                name = "logit_bias" if token in params.logit_bias else "stop_token_ids"
+                raise DagError("invalid_request", f"the vocabulary has no token {token}", name)
+        if params.stop and self.tokenizer is None:
+            raise DagError("unsupported", "stop strings need a tokenizer; this model has none", "stop")
+
+    def _try_begin(self, request_id: str) -> None:
+        running = self._requests.get(request_id)
+        if running is None or running.parents or running.sequences:
+            return
+        try:
+            refs = []
+            for index, ref in enumerate(running.request.context):
+                if ref.request is None:
+                    refs.append(self.preparer.resolve(ref, index, running.request.salt))
+                else:
+                    refs.append(ResolvedRef(running.held[ref.request], ref.at, ref))
+            self._begin(running, refs)
+        except DagError as error:
+            self._finish(running, error)
+
+    def _begin(self, running: _Running, refs: SequenceOf[ResolvedRef]) -> None:
+        request = running.request
+        prepared = running.prepared = self.preparer.prepare(request, refs)
+        seen: list[int] = []
+        params = request.sampling
+        if params is not None and params.repetition_penalty != 1.0:
+            seen = [t for read in prepared.reads for t in read.node.tokens[read.start : read.stop]]
+        sequences: list[Sequence] = []
+        try:
+            for index in range(params.n if params else 1):
+                sequences.append(self._new_sequence(running, index, prepared, seen, sequences))
+        except DagError:
+            for sequence in sequences:
+                self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
+            raise
+        running.sequences = sequences
+        self._requests[request.id] = running
+        for node in running.held.values():
+            self.store.unhold(node)
+        running.held.clear()
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+
+    def _new_sequence(
+        self, running: _Running, index: int, prepared: Prepared, seen: list[int], before: SequenceOf[Sequence]
+    ) -> Sequence:
+        request, params = running.request, running.request.sampling
+        sequence = Sequence(
+            id=next(self._work_ids),
+            order=(request.priority, running.arrival, index),
+            backend=request.backend or self.default_backend,
+            own_start=prepared.layout.own_start,
+            tokens=list(request.input_ids),
+            writer=self.preparer.begin(request, prepared),
+            request=request,
+            index=index,
+            reads=prepared.reads,
+            num_visible=prepared.layout.num_visible,
+            max_tokens=prepared.max_tokens,
+            keep=request.keep is not None or bool(running.children),
+            sampling=params,
+            after=before[0] if before else None,
+            seen=seen + list(request.input_ids) if seen or params and params.repetition_penalty != 1.0 else [],
+        )
+        if params is not None:
+            sequence.eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+            if params.temperature > 0:
+                sequence.seed = params.seed if params.seed is not None else self._draw_seed()
+                mixed = (sequence.seed + index * 0x9E3779B97F4A7C15) % 2**63
+                sequence.generator = torch.Generator(device="cpu").manual_seed(mixed)
+            if self.tokenizer is not None:
+                sequence.detokenizer = IncrementalDetokenizer(self.tokenizer.decode, params.stop)
+        return sequence
+
+    def _draw_seed(self) -> int:
+        return int(torch.randint(0, 2**62, (1,), generator=self._seeds))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished."""
+        return bool(self._requests)
+
+    @property
+    def progressed(self) -> bool:
+        """Whether the last step computed something."""
+        return self._progressed
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._scheduler.num_preemptions
+
+    def temp_bytes(self) -> dict[str, int]:
+        """Peak temporary bytes of each attention backend in use."""
+        return {name: backend.temp_bytes for name, backend in self._backends.items()}
+
+    def take_events(self) -> list[Event]:
+        """What happened outside of a step, such as a cancellation."""
+        events, self._events = self._events, []
+        return events
+
+    def abort_all(self, error: DagError) -> None:
+        """End every request."""
+        for request_id in list(self._requests):
+            self.abort(request_id, error)
+
+    def step(self) -> list[Event]:
+        """Run one batch and return what happened since the last call. Errors of a batch end its requests only."""
+        self.store.expire()
+        chunks = self._scheduler.schedule()
+        self._progressed = bool(chunks)
+        if chunks:
+            self._stats.step(len(chunks), sum(chunk.count for chunk in chunks))
+            fence = self.store.begin_step()
+            failed: list[tuple[list[Chunk], Exception]] = []
+            sampled: list[tuple[Work, Sampled | NonFiniteLogits]] = []
+            for backend, group in _by_backend(chunks).items():
+                try:
+                    sampled += self._execute(group, self._backend(backend))
+                except Exception as error:
+                    log.exception("a step failed; its requests end")
+                    failed.append((group, error))
+            self.store.end_step(fence)
+            for group, error in failed:
+                self._fail_chunks(group, error)
+            self._commit([c for c in chunks if not any(c in group for group, _ in failed)], sampled)
+            self._stats.failed_steps = self._stats.failed_steps + 1 if failed else 0
+        for sequence in [w for w in self._scheduler.running if isinstance(w, Sequence) and not w.remaining]:
+            if not sequence.wants_logits:
+                self._seal(sequence)
+        if len(self.preparer.graph) > 2 * len(self._requests) + 1024 and self._stats.steps % 256 == 0:
+            self.preparer.forget_dropped()
+        return self.take_events()
+
+    def _execute(
+        self, chunks: list[Chunk], backend: AttentionBackend
+    ) -> list[tuple[Work, Sampled | NonFiniteLogits]]:
+        """Forward one batch and sample; nothing of the requests changes here."""
+        batch = self._runner.build_input(chunks)
+        logits = self._runner.forward(batch, backend)
+        works = [
+            chunk.work
+            for chunk in chunks
+            if chunk.work.wants_logits and chunk.work.computed + chunk.count == len(chunk.work.tokens)
+        ]
+        if not works:
+            return []
+        if self._vocab < logits.shape[1]:
+            logits[:, self._vocab :] = -torch.inf
+        if self._observer is not None:
+            for row, work in enumerate(works):
+                assert isinstance(work, Sequence)
+                self._observer(work.request.id, work.index, len(work.tokens) - 1, logits[row])
+        with torch.inference_mode():
+            results = sample(logits, [self._row(work) for work in works])
+        return list(zip(works, results, strict=True))
+
+    def _row(self, work: Work) -> SamplingRow:
+        assert isinstance(work, Sequence) and work.sampling is not None
+        early = len(work.tokens) - work.num_input < work.sampling.min_tokens
+        return SamplingRow(
+            params=work.sampling,
+            generator=work.generator,
+            seen=work.seen,
+            sampled=work.sampled,
+            banned=work.eos if early else frozenset(),
+        )
+
+    def _commit(self, chunks: list[Chunk], sampled: list[tuple[Work, Sampled | NonFiniteLogits]]) -> None:
+        for chunk in chunks:
+            chunk.work.writer.commit(chunk.count)
+            chunk.work.computed += chunk.count
+            if isinstance(chunk.work, Restore):
+                self._stats.restored_tokens += chunk.count
+                if not chunk.work.remaining:
+                    self._scheduler.finish_restore(chunk.work)
+        for work, result in sampled:
+            assert isinstance(work, Sequence)
+            if isinstance(result, NonFiniteLogits):
+                self._stats.non_finite += 1
+                self._fail_sequence(work, DagError("internal", "the model produced no finite logits"))
+            elif work.request.id in self._requests:
+                self._append(work, result)
+
+    def _append(self, sequence: Sequence, result: Sampled) -> None:
+        """One sampled token: record it, decide whether it ends the answer, emit the new text."""
+        assert sequence.sampling is not None
+        if sequence.first_token is None:
+            sequence.first_token = time.perf_counter()
+        sequence.tokens.append(result.token_id)
+        self._stats.generated_tokens += 1
+        num_sampled = len(sequence.tokens) - sequence.num_input
+        text = sequence.detokenizer
+        if result.token_id in sequence.eos:
+            sequence.finish_reason = "stop"
+            named = sequence.sampling.stop_token_ids
+            sequence.stop_reason = result.token_id if result.token_id in named else None
+        else:
+            if result.logprob is not None:
+                sequence.logprobs.append(result.logprob)
+            sequence.num_returned += 1
+            if text is not None:
+                text.push(result.token_id, check_stop=num_sampled >= sequence.sampling.min_tokens)
+            if num_sampled >= sequence.max_tokens:
+                sequence.finish_reason = "length"
+        if text is not None:
+            if sequence.finish_reason is not None:
+                text.flush(check_stop=num_sampled >= sequence.sampling.min_tokens)
+            if text.stopped_by is not None:
+                sequence.finish_reason, sequence.stop_reason = "stop", text.stopped_by
+                sequence.num_returned = text.num_kept()
+                del sequence.logprobs[sequence.num_returned :]
+        self._emit(sequence)
+        if sequence.finish_reason is not None and not sequence.keep:
+            self._close(sequence, None)
+
+    def _emit(self, sequence: Sequence) -> None:
+        """New text and ids. Ids that may turn out to lie inside a stop string wait with their text."""
+        finished, text = sequence.finish_reason is not None, sequence.detokenizer
+        delta = text.take(finished=finished) if text is not None else ""
+        settled = sequence.num_returned
+        if text is not None and not finished:
+            settled = min(settled, text.num_settled())
+        ids = tuple(sequence.sampled[sequence.emitted : settled])
+        if not delta and not ids:
+            return
+        wanted = sequence.sampling is not None and sequence.sampling.logprobs is not None
+        logprobs = tuple(sequence.logprobs[sequence.emitted : settled]) if wanted else None
+        sequence.emitted = max(sequence.emitted, settled)
+        self._events.append(TokenEvent(sequence.request.id, sequence.index, delta, ids, logprobs))
+
+    def _seal(self, sequence: Sequence) -> None:
+        """Everything is computed and nothing more is sampled: the node becomes a state, or ends."""
+        if sequence.finish_reason is None:
+            sequence.finish_reason = "prefill"
+            sequence.first_token = time.perf_counter()
+        if not sequence.keep:
+            self._close(sequence, None)
+            return
+        node = self.preparer.seal(
+            sequence.writer,  # type: ignore[arg-type]
+            len(sequence.tokens),
+            self._spans(sequence),
+            sequence.sampling is not None,
+        )
+        self._close(sequence, node)
+
+    def _spans(self, sequence: Sequence) -> dict[str, tuple[int, int]]:
+        begin, end = sequence.num_input, len(sequence.tokens)
+        spans = {"prompt": (0, begin), "output": (begin, begin + sequence.num_returned), "all": (0, end)}
+        if sequence.request.turn_start is not None:
+            spans["turn"] = (sequence.request.turn_start, end)
+        return spans
+
+    def _close(self, sequence: Sequence, node: NodeRecord | None) -> None:
+        """One answer is complete: record it, and finish the request when it was the last."""
+        running = self._requests[sequence.request.id]
+        self._scheduler.remove(sequence)
+        state: str | None = None
+        if node is None:
+            self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
+        else:
+            keep = running.request.keep
+            if keep is not None:
+                state = self.store.name(
+                    node, salt=running.request.salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin
+                )
+            self._hand_to_children(running, node)
+            self.store.unhold(node)
+        running.choices[sequence.index] = self._choice(running, sequence, state)
+        if len(running.choices) == len(running.sequences):
+            self._finish(running, None)
+
+    def _hand_to_children(self, running: _Running, node: NodeRecord) -> None:
+        for child_id in running.children:
+            child = self._requests.get(child_id)
+            if child is not None:
+                self.store.hold(node)
+                child.held[running.request.id] = node
+
+    def _choice(self, running: _Running, sequence: Sequence, state: str | None) -> Choice:
+        prepared = running.prepared
+        assert prepared is not None and sequence.finish_reason is not None and sequence.first_token is not None
+        matched = sequence.matched or 0
+        backend = self._backends[sequence.backend]
+        prepared_at = sequence.prepared or sequence.first_token
+        return Choice(
+            index=sequence.index,
+            text=sequence.detokenizer.text if sequence.detokenizer else "",
+            token_ids=tuple(sequence.sampled[: sequence.num_returned]),
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            logprobs=tuple(sequence.logprobs) if sequence.sampling and sequence.sampling.logprobs is not None else None,
+            num_sampled=len(sequence.tokens) - sequence.num_input,
+            dag=DagInfo(
+                state=state,
+                spans=self._spans(sequence),
+                visible=sequence.num_visible,
+                input=sequence.num_input,
+                reused=max(0, sequence.num_visible - sequence.restored) + matched,
+                computed=sequence.num_input - matched + sequence.restored,
+                reloaded=0,
+                policy=running.request.position,
+                own_start=sequence.own_start,
+                record={
+                    "backend": sequence.backend,
+                    "implementation": backend.implementation,
+                    "rewrites": [],
+                    "order": "as given",
+                    "batch_invariant": False,
+                    "seed": sequence.seed,
+                },
+                timing=Timing(
+                    compile=prepared.compile_ms,
+                    layout=prepared.layout_ms,
+                    kv_prepare=(prepared_at - (sequence.prepare_began or prepared_at)) * 1e3,
+                    first_token=(sequence.first_token - running.submitted) * 1e3,
+                ),
+            ),
+        )
+
+    def _finish(self, running: _Running, error: DagError | None) -> None:
+        """The one way out: free what the request still holds, tell its dependents, emit its terminal event."""
+        request_id = running.request.id
+        del self._requests[request_id]
+        for sequence in running.sequences:
+            if sequence.index not in running.choices:
+                self._scheduler.remove(sequence)
+                self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
+        for node in running.held.values():
+            self.store.unhold(node)
+        running.held.clear()
+        if error is not None:
+            for choice in running.choices.values():
+                if choice.dag.state is not None:
+                    self.store.release(choice.dag.state)
+        choices = () if error else tuple(running.choices[i] for i in sorted(running.choices))
+        self._stats.finish(error, choices)
+        self._events.append(FinishedEvent(request_id, choices, error))
+        for child_id in running.children:
+            child = self._requests.get(child_id)
+            if child is None:
+                continue
+            if error is not None:
+                reason = f"{request_id!r}, which it reads, ended with {error.code}: {error.message}"
+                self._finish(child, DagError("parent_failed", reason))
+            else:
+                child.parents.discard(request_id)
+                self._try_begin(child_id)
+
+    def _fail_sequence(self, sequence: Sequence, error: DagError) -> None:
+        running = self._requests.get(sequence.request.id)
+        if running is not None:
+            self._finish(running, error)
+
+    def _fail_chunks(self, chunks: list[Chunk], error: Exception) -> None:
+        for chunk in chunks:
+            if isinstance(chunk.work, Restore):
+                self._scheduler.cancel_restore(chunk.work)
+            elif isinstance(chunk.work, Sequence):
+                self._fail_sequence(chunk.work, as_dag_error(error))
+        self.store.check()
+
+    def _forget(self, work: Work) -> None:
+        for backend in self._backends.values():
+            backend.forget(work.id)
+
+    def _backend(self, name: str) -> AttentionBackend:
+        if name not in self._backends:
+            try:
+                self._backends[name] = get_backend(name)
+            except Exception as error:
+                raise as_dag_error(error, "backend") from None
+        return self._backends[name]
+
+
+def default_backend(name: str) -> str:
+    """What `auto` stands for: `segmented`, the fastest backend that reads pages in place."""
+    return "segmented" if name == "auto" else name
+
+
+def _by_backend(chunks: list[Chunk]) -> dict[str, list[Chunk]]:
+    groups: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        groups.setdefault(chunk.work.backend, []).append(chunk)
+    return groups

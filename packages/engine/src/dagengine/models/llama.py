@@ -1,0 +1,61 @@
+"""Llama 2 and 3.x, SmolLM 1 and 2, TinyLlama: no biases by default, RoPE, grouped-query attention."""
+
+from __future__ import annotations
+
+import torch
+from dagengine_positions import ModelGeometry
+
+from ..weights import WeightSource, take_head
+from .layers import Attention, Decoder, DecoderLayer, GatedMLP, Linear, RMSNorm
+
+
+class LlamaForCausalLM(Decoder):
+    """Wiring of the Llama family; its relatives differ in biases and in q/k norms, which the geometry says."""
+
+    @classmethod
+    def load(cls, geometry: ModelGeometry, source: WeightSource) -> LlamaForCausalLM:
+        """Take every tensor of the model from `source`, fusing q/k/v and gate/up on the way."""
+        hidden, eps = geometry.hidden_size, geometry.rms_norm_eps
+        embedding = source.take("model.embed_tokens.weight", (geometry.vocab_size, hidden))
+        layers = tuple(_layer(geometry, source, index) for index in range(geometry.num_layers))
+        norm = RMSNorm(source.take("model.norm.weight", (hidden,)), eps)
+        head = take_head(source, embedding, tied=geometry.tie_word_embeddings)
+        return cls(embedding, layers, norm, head)
+
+
+def _layer(geometry: ModelGeometry, source: WeightSource, index: int) -> DecoderLayer:
+    hidden, dim, eps = geometry.hidden_size, geometry.head_dim, geometry.rms_norm_eps
+    heads, kv_heads, inner = geometry.num_heads, geometry.num_kv_heads, geometry.intermediate_size
+    attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+
+    def linear(names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> Linear:
+        weight = [source.take(f"{n}.weight", (r, columns)) for n, r in zip(names, rows, strict=True)]
+        biases = [source.take(f"{n}.bias", (r,)) for n, r in zip(names, rows, strict=True)] if bias else None
+        return Linear(torch.cat(weight), torch.cat(biases) if biases else None)
+
+    def norm(name: str, size: int) -> RMSNorm:
+        return RMSNorm(source.take(f"{name}.weight", (size,)), eps)
+
+    return DecoderLayer(
+        input_norm=norm(f"model.layers.{index}.input_layernorm", hidden),
+        attention=Attention(
+            layer=index,
+            qkv=linear(
+                tuple(f"{attention}.{p}_proj" for p in "qkv"),
+                (heads * dim, kv_heads * dim, kv_heads * dim),
+                hidden,
+                geometry.attention_bias,
+            ),
+            out=linear((f"{attention}.o_proj",), (hidden,), heads * dim, geometry.attention_out_bias),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            q_norm=norm(f"{attention}.q_norm", dim) if geometry.qk_norm else None,
+            k_norm=norm(f"{attention}.k_norm", dim) if geometry.qk_norm else None,
+        ),
+        post_norm=norm(f"model.layers.{index}.post_attention_layernorm", hidden),
+        mlp=GatedMLP(
+            gate_up=linear((f"{mlp}.gate_proj", f"{mlp}.up_proj"), (inner, inner), hidden, geometry.mlp_bias),
+            down=linear((f"{mlp}.down_proj",), (hidden,), inner, geometry.mlp_bias),
+        ),
+    )

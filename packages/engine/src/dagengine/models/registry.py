@@ -1,0 +1,57 @@
+"""Model classes by architecture name, found through the entry points `dagengine.models`.
+
+Built-ins register the same way as plug-ins. Nothing is imported before it is asked for, and a plug-in that
+cannot be imported is listed with its error and hinders nobody else.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Protocol
+
+from dagengine_positions import ModelGeometry
+from torch import Tensor
+
+from ..errors import DagError
+from ..weights import WeightSource
+from .layers import Attend
+
+GROUP = "dagengine.models"
+
+
+class Model(Protocol):
+    """What the engine asks of a model. Attention goes through `attend`, which writes and reads the KV pages."""
+
+    def forward(self, input_ids: Tensor, attend: Attend) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class ModelClass(Protocol):
+    def load(self, geometry: ModelGeometry, source: WeightSource) -> Model: ...
+
+
+def model_class(architecture: str) -> ModelClass:
+    """The class registered for `architecture`; `unsupported` names what is there when there is none."""
+    found = {point.name: point for point in entry_points(group=GROUP)}
+    if architecture not in found:
+        known = ", ".join(sorted(found))
+        raise DagError("unsupported", f"no model is registered for {architecture!r}; known: {known}", "model")
+    try:
+        loaded: ModelClass = found[architecture].load()
+    except Exception as error:
+        raise DagError("unsupported", f"the model plug-in for {architecture!r} fails: {error}", "model") from error
+    return loaded
+
+
+def list_models() -> dict[str, str | None]:
+    """Architecture to None, or to the error that its plug-in raises when imported."""
+    result: dict[str, str | None] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):
+        try:
+            point.load()
+        except Exception as error:
+            result[point.name] = f"{type(error).__name__}: {error}"
+        else:
+            result[point.name] = None
+    return result

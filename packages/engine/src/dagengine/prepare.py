@@ -1,0 +1,245 @@
+"""From a request to pages: resolve, compile, lay out, begin, lease, segment table.
+
+The one place where graph, positions and store meet. Each stage has one name:
+
+    ContextRef → Reference → VisibleContext → Layout → Read → Lease → extents of the segment table
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import numpy as np
+from dagengine_core_graph import (
+    ContextGraph,
+    GraphError,
+    NodeSpans,
+    Reference,
+    VisibleContext,
+    compile_context,
+    make_reference,
+)
+from dagengine_kvstore import KVStore, Lease, NodeRecord, Parent, Read, Writer
+from dagengine_positions import Layout, ModelAdapter, ModelGeometry, check_room, lay_out
+
+from .errors import DagError, as_dag_error
+from .request import ContextRef, Request
+from .sequence import Extents
+
+
+@dataclass(frozen=True)
+class ResolvedRef:
+    """A reference whose target is known: a sealed node, and where the handle cuts it."""
+
+    node: NodeRecord
+    at: int | None
+    ref: ContextRef
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that can run: what it sees, where, what it holds, and how far it may go."""
+
+    references: tuple[Reference, ...]
+    context: VisibleContext
+    layout: Layout
+    reads: tuple[Read, ...]
+    parents: tuple[Parent, ...]
+    max_tokens: int
+    num_pages: int
+    compile_ms: float
+    layout_ms: float
+
+
+class Preparer:
+    """Knows every live node by its number, in the graph and in the store.
+
+    Args:
+        signature: what must be equal for states to meet, by field name.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        geometry: ModelGeometry,
+        adapter: ModelAdapter,
+        signature: Mapping[str, str],
+        *,
+        max_model_len: int,
+    ) -> None:
+        self._store, self._geometry, self._adapter = store, geometry, adapter
+        self._signature = dict(signature)
+        self._max_model_len = max_model_len
+        self.graph = ContextGraph()
+        self._records: WeakValueDictionary[int, NodeRecord] = WeakValueDictionary()
+
+    def resolve(self, ref: ContextRef, index: int, salt: str) -> ResolvedRef:
+        """Look up a reference by state id.
+
+        Raises:
+            DagError: `state_not_found`, `state_released`, `span_out_of_range`, with the field `context[i]`.
+        """
+        field = f"context[{index}]"
+        if not isinstance(ref.state, str):
+            raise DagError("invalid_request", "a reference names a state", f"{field}.state")
+        try:
+            node, cut = self._store.resolve(ref.state, salt)
+        except Exception as error:
+            raise as_dag_error(error, f"{field}.state") from None
+        if ref.at is not None and (isinstance(ref.at, bool) or not 0 <= ref.at <= cut):
+            raise DagError(
+                "span_out_of_range", f"at must be from 0 to {cut}, the state's length, not {ref.at}", f"{field}.at"
+            )
+        at = cut if ref.at is None else ref.at
+        return ResolvedRef(node, at if at < node.length else None, ref)
+
+    def prepare(self, request: Request, refs: Sequence[ResolvedRef]) -> Prepared:
+        """Compile and lay out; refuse what the model or the pool cannot do. Changes nothing.
+
+        Raises:
+            DagError: any refusal of the definition that needs no GPU work to be seen.
+        """
+        begin = time.perf_counter()
+        try:
+            references = tuple(_reference(ref) for ref in refs)
+            context = compile_context(self.graph, references)
+        except GraphError as error:
+            raise as_dag_error(error, "context") from None
+        compiled = time.perf_counter()
+        try:
+            layout = lay_out(request.position, context, self._stored_start, request.position_options)
+            refusals = self._adapter.check(self._geometry, layout)
+            if refusals:
+                raise as_dag_error(refusals[0], "position")
+            sampling = request.sampling
+            limit = check_room(
+                layout.own_start,
+                len(request.input_ids),
+                sampling.max_tokens if sampling else 0,
+                self._max_model_len,
+            )
+        except Exception as error:
+            raise as_dag_error(error, "position") from None
+        if sampling and limit < 1:
+            raise DagError(
+                "position_overflow",
+                f"the context and the input fill all {self._max_model_len} positions; nothing can be sampled",
+                "input",
+            )
+        laid_out = time.perf_counter()
+        reads = tuple(Read(self._records[s.node], s.start, s.stop, s.delta) for s in layout.segments)
+        max_tokens, num_pages = self._fit(request, reads, limit if sampling else 0)
+        return Prepared(
+            references=references,
+            context=context,
+            layout=layout,
+            reads=reads,
+            parents=tuple(self._parent(ref, reference) for ref, reference in zip(refs, references, strict=True)),
+            max_tokens=max_tokens,
+            num_pages=num_pages,
+            compile_ms=(compiled - begin) * 1e3,
+            layout_ms=(laid_out - compiled) * 1e3,
+        )
+
+    def begin(self, request: Request, prepared: Prepared) -> Writer:
+        """Start the node: from here on it holds its parents, whoever else lets go of them."""
+        try:
+            writer = self._store.begin(
+                prepared.parents,
+                prepared.reads,
+                prepared.layout.own_start,
+                signature=self._signature,
+                salt=request.salt,
+            )
+        except Exception as error:
+            raise as_dag_error(error, "context") from None
+        node = writer.node
+        self._records[node.uid] = node
+        self.graph.add(node.uid, prepared.references)
+        return writer
+
+    def seal(self, writer: Writer, length: int, spans: Mapping[str, tuple[int, int]], sampled: bool) -> NodeRecord:
+        """Make the node readable, with its named spans."""
+        node = writer.seal(spans)
+        self.graph.extend(node.uid, length)
+        self.graph.seal(
+            node.uid,
+            NodeSpans(
+                prompt=spans["prompt"], output=spans["output"] if sampled else None, turn=spans.get("turn")
+            ),
+        )
+        return node
+
+    def discard(self, writer: Writer) -> None:
+        """End a node that nothing will ever read."""
+        uid = writer.node.uid
+        writer.abort()
+        self.graph.drop(uid)
+
+    def forget_dropped(self) -> None:
+        """Drop graph nodes whose records nobody can reach any more."""
+        for node in self.graph.nodes():
+            if node.id not in self._records:
+                self.graph.drop(node.id)
+
+    def record(self, uid: int) -> NodeRecord:
+        return self._records[uid]
+
+    def _stored_start(self, uid: object) -> int:
+        assert isinstance(uid, int)
+        return self._records[uid].own_start
+
+    def _parent(self, ref: ResolvedRef, reference: Reference) -> Parent:
+        start, stop = self.graph.node(ref.node.uid).span(
+            reference.span if reference.mode == "artifact" else "all",  # type: ignore[union-attr]
+            reference.at,
+        )
+        return Parent(ref.node, reference.mode, start, stop)  # type: ignore[arg-type]
+
+    def _fit(self, request: Request, reads: Sequence[Read], max_tokens: int) -> tuple[int, int]:
+        """Clamp an unset limit to the pool; refuse what could never be resident at once.
+
+        Counts pages as if nothing were shared below the level of token instances, so that the answer never
+        depends on what happens to be cached.
+        """
+        size = self._store.page_size
+        visible = len(
+            {
+                (read.node.uid, page)
+                for read in reads
+                for page in range(read.start // size, (read.stop - 1) // size + 1)
+            }
+        )
+        room = (self._store.num_pages - visible) * size - len(request.input_ids)
+        asked = request.sampling.max_tokens if request.sampling else 0
+        wanted = max_tokens if asked is not None else min(max_tokens, max(room, 1))
+        if wanted > room:
+            needed = visible + -(-(len(request.input_ids) + wanted) // size)
+            raise DagError(
+                "capacity",
+                f"the request needs {needed} pages of {size} tokens at once; the pool has {self._store.num_pages}",
+                "max_tokens" if request.sampling and len(request.input_ids) < room else "input",
+            )
+        return wanted, visible + -(-(len(request.input_ids) + wanted) // size)
+
+
+def _reference(ref: ResolvedRef) -> Reference:
+    return make_reference(ref.node.uid, ref.ref.mode, ref.ref.span, ref.at, ref.ref.start)
+
+
+def context_extents(reads: Sequence[Read], lease: Lease) -> Extents:
+    """Rows of the segment table for what is read, [n, 5] int32: page, lo, hi, stored, delta.
+
+        view of a token = its node's own start + its offset + the read's delta
+        DELTA of a row  = view - position at which the page's K was rotated
+    """
+    rows: list[tuple[int, int, int, int, int]] = []
+    for index, read in enumerate(reads):
+        view = read.node.own_start + read.start + read.delta
+        for page, lo, hi, stored in lease.extents(index):
+            rows.append((page, lo, hi, stored, view - stored))
+            view += hi - lo
+    return np.array(rows, np.int32).reshape(-1, 5)

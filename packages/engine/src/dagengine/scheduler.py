@@ -1,0 +1,328 @@
+"""Which work gets how many tokens in the next step: admission, chunked prefill, decode, preemption, restores.
+
+Pure Python over the store's bookkeeping; no tensors. The order is (priority, arrival, index): a piece of work takes pages
+only from work that comes after it, so the first in order always progresses.
+
+    waiting ──lease, match, reserve──► running ──preempted──► waiting
+       └── evicted context: restored one node at a time, for the first in the queue only; what it reads stays leased
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence as SequenceOf
+from dataclasses import dataclass, field
+from itertools import count
+
+from dagengine_kvstore import KVStore, Lease, NodeRecord, NotResident, OutOfPages, Read
+
+from .config import EngineConfig
+from .errors import DagError
+from .prepare import context_extents
+from .runner import Chunk
+from .sequence import Phase, Restore, Sequence, Work
+
+
+@dataclass
+class _Restoring:
+    """The evicted context of `owner` being brought back.
+
+    Attributes:
+        stack: nodes still to be computed, each needed by the one below it.
+        leases: what must stay resident meanwhile, by (node, start, stop).
+        job: the restore that runs now.
+    """
+
+    owner: Sequence
+    stack: list[NodeRecord] = field(default_factory=list)
+    leases: dict[tuple[int, int, int], Lease] = field(default_factory=dict)
+    job: Restore | None = None
+
+
+class Scheduler:
+    """Holds the queues.
+
+    Args:
+        fail: called with a sequence that can never run and the reason.
+        forget: called with work that lost its pages or its lease, so that others drop what they cached of it.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        config: EngineConfig,
+        work_ids: Iterator[int],
+        *,
+        fail: Callable[[Sequence, DagError], None],
+        forget: Callable[[Work], None],
+    ) -> None:
+        self._store, self._config, self._work_ids = store, config, work_ids
+        self._fail, self._forget = fail, forget
+        self.waiting: list[Sequence] = []
+        self.running: list[Work] = []
+        self.num_preemptions = 0
+        self.num_restores = 0
+        self._restoring: _Restoring | None = None
+        self._chunks: dict[int, tuple[Work, int]] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queues and let go of what it reads. Its writer is the caller's to end."""
+        if self._restoring is not None and self._restoring.owner is sequence:
+            self._end_restoring()
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        self._let_go(sequence)
+        sequence.phase = Phase.DONE
+
+    def schedule(self) -> list[Chunk]:
+        """Choose and reserve the next step's work. Returns chunks with their slots; none if nothing can run."""
+        self._chunks = {}
+        budget = self._config.max_num_batched_tokens
+        preempted = self.num_preemptions
+        for work in sorted(self.running, key=lambda w: (w.remaining > 1, w.order)):
+            if work not in self.running or not work.remaining or not budget:
+                continue
+            size = min(work.remaining, budget)
+            if self._reserve(work, size):
+                self._chunks[work.id] = (work, size)
+                budget -= size
+        while self.waiting and budget and self.num_preemptions == preempted:
+            admitted = self._admit_first(budget)
+            if admitted is None:
+                break
+            budget -= admitted
+        return [
+            Chunk(work, size, tuple(work.writer.append(work.tokens[work.computed : work.computed + size])))
+            for work, size in self._chunks.values()
+        ]
+
+    def finish_restore(self, work: Restore) -> None:
+        """A restore computed its last token: its node is resident again, and stays so for its owner."""
+        assert self._restoring is not None and self._restoring.job is work and work.node is not None
+        state = self._restoring
+        work.writer.finish()  # type: ignore[union-attr]
+        assert state.stack[-1] is work.node
+        state.stack.pop()
+        state.job = None
+        self._hold(state, state.stack[-1].recipe.reads if state.stack else state.owner.reads)
+        self._retire(work)
+        state.owner.restored += len(work.tokens)
+        self.num_restores += 1
+
+    def cancel_restore(self, work: Restore) -> None:
+        """A restore failed in its step: give up on its owner's behalf; the owner may try again."""
+        if self._restoring is not None and self._restoring.job is work:
+            self._end_restoring()
+
+    def _admit_first(self, budget: int) -> int | None:
+        """Admit the first waiting sequence that may start. Returns its tokens in this step, or None to wait."""
+        if len(self.running) >= self._config.max_num_seqs:
+            return None
+        sequence = next((s for s in self.waiting if s.after is None or s.after.prefilled), None)
+        if sequence is None:
+            return None
+        if sequence.prepare_began is None:
+            sequence.prepare_began = time.perf_counter()
+        try:
+            lease = self._store.lease(sequence.reads)
+        except NotResident:
+            self._restore_for(sequence)
+            return None
+        sequence.lease = lease
+        sequence.context = context_extents(sequence.reads, lease)
+        tokens = sequence.tokens
+        if sequence.wants_logits:
+            matched = sequence.writer.match(tokens[:-1], whole=False)  # type: ignore[union-attr]
+        else:
+            matched = sequence.writer.match(tokens, whole=True)  # type: ignore[union-attr]
+        sequence.computed = matched
+        if self._restoring is not None and self._restoring.owner is sequence:
+            self._end_restoring()
+        if not self._reserve_waiting(sequence):
+            return None
+        if sequence.matched is None:
+            sequence.matched = min(matched, sequence.num_input)
+        self.waiting.remove(sequence)
+        sequence.phase = Phase.RUNNING
+        insort(self.running, sequence, key=lambda w: w.order)
+        if sequence.prepared is None:
+            sequence.prepared = time.perf_counter()
+        size = min(sequence.remaining, budget)
+        if size:
+            self._chunks[sequence.id] = (sequence, size)
+        return size
+
+    def _reserve_waiting(self, sequence: Sequence) -> bool:
+        try:
+            sequence.writer.reserve(sequence.remaining)
+        except OutOfPages:
+            sequence.writer.rollback()  # type: ignore[union-attr]
+            sequence.computed = 0
+            self._let_go(sequence)
+            if self._restoring is not None:
+                self._end_restoring()
+            elif not self.running:
+                self._fail(sequence, _never_fits(sequence))
+            return False
+        return True
+
+    def _reserve(self, work: Work, size: int) -> bool:
+        """Pages for `size` more tokens of running work, taken from the last in order if there are none."""
+        while True:
+            try:
+                work.writer.reserve(size)
+            except OutOfPages:
+                victims = [w for w in self.running if w.order > work.order or w is work]
+                victim = victims[-1] if victims else work
+                if victim is work and len(self.running) == 1 and self._restoring is None:
+                    assert isinstance(work, Sequence)
+                    self._fail(work, _never_fits(work))
+                    return False
+                if victim is work and len(self.running) == 1 and not isinstance(work, Restore):
+                    self._end_restoring()
+                    continue
+                self._preempt(victim)
+                if victim is work:
+                    return False
+            else:
+                return True
+
+    def _preempt(self, work: Work) -> None:
+        """Take the pages of running work; what it sampled stays, its KV is computed again."""
+        self._chunks.pop(work.id, None)
+        if isinstance(work, Restore):
+            self._end_restoring()
+            return
+        assert isinstance(work, Sequence)
+        self.num_preemptions += 1
+        self.running.remove(work)
+        work.writer.rollback()  # type: ignore[union-attr]
+        work.computed = 0
+        work.phase = Phase.WAITING
+        self._let_go(work)
+        self.add(work)
+
+    def _restore_for(self, owner: Sequence) -> None:
+        """Bring evicted context back, one node at a time, deepest first."""
+        if self._restoring is not None and self._restoring.owner is not owner:
+            self._end_restoring()
+        if self._restoring is None:
+            self._restoring = _Restoring(owner)
+        state = self._restoring
+        if state.job is not None:
+            return
+        while True:
+            if not state.stack:
+                missing = self._hold(state, owner.reads)
+                if not missing:
+                    return
+                state.stack.append(missing[0])
+            node = state.stack[-1]
+            missing = self._hold(state, node.recipe.reads)
+            if missing:
+                state.stack.append(missing[0])
+                continue
+            if self._start_restore(state, node) or self._restoring is not state:
+                return
+
+    def _hold(self, state: _Restoring, reads: SequenceOf[Read]) -> list[NodeRecord]:
+        """Lease what is resident of `reads` until the owner runs; return the nodes that are not."""
+        missing: list[NodeRecord] = []
+        for read in reads:
+            key = (read.node.uid, read.start, read.stop)
+            if key in state.leases:
+                continue
+            try:
+                state.leases[key] = self._store.lease([read])
+            except NotResident as error:
+                missing += error.nodes
+        return missing
+
+    def _start_restore(self, state: _Restoring, node: NodeRecord) -> bool:
+        lease = self._store.lease(node.recipe.reads)
+        self._release_unneeded(state)
+        writer = self._store.restore(node)
+        job = Restore(
+            id=next(self._work_ids),
+            order=state.owner.order,
+            backend=state.owner.backend,
+            own_start=node.own_start,
+            tokens=list(node.tokens[: writer.target]),
+            computed=writer.num_tokens,
+            writer=writer,
+            lease=lease,
+            context=context_extents(node.recipe.reads, lease),
+            phase=Phase.RUNNING,
+            node=node,
+        )
+        while True:
+            try:
+                writer.reserve(job.remaining)
+            except OutOfPages:
+                later = [w for w in self.running if w.order > job.order]
+                if later:
+                    self._preempt(later[-1])
+                    continue
+                writer.abort()
+                lease.release()
+                owner = state.owner
+                self._end_restoring()
+                if not self.running:
+                    self._fail(owner, _never_fits(owner))
+                return False
+            break
+        state.job = job
+        insort(self.running, job, key=lambda w: w.order)
+        if not job.remaining:
+            self.finish_restore(job)
+            return False
+        return True
+
+    def _release_unneeded(self, state: _Restoring) -> None:
+        """Let go of what only nodes already restored had to read."""
+        needed = {read.node.uid for read in state.owner.reads}
+        for node in state.stack:
+            needed |= {read.node.uid for read in node.recipe.reads}
+        for key in [key for key in state.leases if key[0] not in needed]:
+            state.leases.pop(key).release()
+
+    def _end_restoring(self) -> None:
+        state, self._restoring = self._restoring, None
+        if state is None:
+            return
+        if state.job is not None:
+            self._chunks.pop(state.job.id, None)
+            state.job.writer.abort()
+            self._retire(state.job)
+        for lease in state.leases.values():
+            lease.release()
+
+    def _retire(self, work: Work) -> None:
+        self.running.remove(work)
+        self._let_go(work)
+        work.phase = Phase.DONE
+
+    def _let_go(self, work: Work) -> None:
+        if work.lease is not None:
+            work.lease.release()
+            work.lease = None
+        self._forget(work)
+
+
+def _never_fits(sequence: Sequence) -> DagError:
+    return DagError(
+        "capacity",
+        "the request's context and its own tokens do not fit into the KV pool together, even alone",
+        "max_tokens" if sequence.max_tokens else "input",
+    )
+
+
+def work_ids() -> Iterator[int]:
+    """Numbers for work, never used twice by one engine."""
+    return count(1)

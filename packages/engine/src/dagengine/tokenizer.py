@@ -1,0 +1,181 @@
+"""Text to ids and back, and chat messages to text, from a Hugging Face folder's own files.
+
+Reads `tokenizer.json` with the `tokenizers` library and the chat template with a sandboxed jinja2. Ids of states
+are never decoded and encoded again; only what a caller sends as text passes through here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as HFTokenizer
+
+from .errors import DagError
+
+_MARK = "\u2063system\u2063"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A rendered chat: its ids, and the offset at which the generation prompt begins (None without one)."""
+
+    input_ids: tuple[int, ...]
+    turn_start: int | None
+
+
+class Tokenizer:
+    """One model's tokenizer.
+
+    Args:
+        folder: holds `tokenizer.json`, and optionally `tokenizer_config.json` and `chat_template.jinja`.
+        chat_template: replaces the folder's template.
+    """
+
+    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise DagError("unsupported", f"{folder} has no tokenizer.json", "model")
+        self._tokenizer = HFTokenizer.from_file(str(path))
+        config_path = folder / "tokenizer_config.json"
+        config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.exists() else {}
+        self.bos_token = _token_text(config.get("bos_token"))
+        self.eos_token = _token_text(config.get("eos_token"))
+        self.template_source = chat_template or _folder_template(folder, config)
+        self._template = self._compile(self.template_source) if self.template_source else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows, added tokens included; larger ids of a padded matrix are never sampled."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Ids of `text` as it stands.
+
+        Raises:
+            DagError: `invalid_request` for text that is no Unicode (a lone surrogate).
+        """
+        _require_unicode(text, "input")
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """One id by itself, special tokens shown; bytes that are no character become U+FFFD."""
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def token_to_id(self, token: str) -> int | None:
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, generate: bool, has_context: bool
+    ) -> ChatPrompt:
+        """Render messages and encode them.
+
+        With a context there is no second BOS and no default system turn: the messages are rendered after a
+        system turn of ours, which is then cut off. The generation prompt is added iff the node generates.
+
+        Raises:
+            DagError: `invalid_request` with the template's own message where it refuses the messages.
+        """
+        text = self._render_after_context(messages, generate) if has_context else self._render(messages, generate)
+        encoding = self._encode_with_offsets(text)
+        if not generate:
+            return ChatPrompt(tuple(encoding.ids), None)
+        without = (
+            self._render_after_context(messages, False) if has_context else self._render(messages, False)
+        )
+        if not text.startswith(without):
+            return ChatPrompt(tuple(encoding.ids), None)
+        starts = [i for i, (begin, _) in enumerate(encoding.offsets) if begin >= len(without)]
+        return ChatPrompt(tuple(encoding.ids), starts[0] if starts else len(encoding.ids))
+
+    def _encode_with_offsets(self, text: str) -> Any:
+        _require_unicode(text, "messages")
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _render_after_context(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
+        if messages and messages[0].get("role") == "system":
+            return self._without_bos(self._render(messages, generate))
+        before = [{"role": "system", "content": _MARK}]
+        prefix = self._render(before, False)
+        text = self._render([*before, *messages], generate)
+        if not text.startswith(prefix):
+            raise DagError(
+                "invalid_request",
+                "the chat template does not render a system turn by itself, so messages cannot follow a context; "
+                "send `input` as text or ids instead",
+                "messages",
+            )
+        return text.removeprefix(prefix)
+
+    def _without_bos(self, text: str) -> str:
+        """Cut a BOS that the template itself wrote: one that a post-processor would add in front of any text."""
+        added = self.encode("", add_special_tokens=True)
+        bos = self.token_text(added[0]) if added else None
+        return text.removeprefix(bos) if bos else text
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
+        if self._template is None:
+            raise DagError(
+                "unsupported", "this model has no chat template; send text, or set one", "messages"
+            )
+        try:
+            return self._template.render(
+                messages=[dict(m) for m in messages],
+                add_generation_prompt=generate,
+                bos_token=self.bos_token or "",
+                eos_token=self.eos_token or "",
+            )
+        except jinja2.TemplateError as error:
+            raise DagError("invalid_request", f"the chat template refuses: {error}", "messages") from None
+        except (TypeError, ValueError, AttributeError, KeyError, IndexError, RecursionError) as error:
+            raise DagError("invalid_request", f"the chat template fails: {error}", "messages") from None
+
+    @staticmethod
+    def _compile(source: str) -> jinja2.Template:
+        def refuse(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = refuse
+        environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
+        try:
+            return environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise DagError("unsupported", f"the chat template does not compile: {error}", "chat_template") from None
+
+
+def _require_unicode(text: str, field: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DagError("invalid_request", "the text holds a lone surrogate, which is no character", field) from None
+
+
+def _token_text(value: object) -> str | None:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping) and isinstance(value.get("content"), str):
+        return str(value["content"])
+    return None
+
+
+def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text()
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, Mapping)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
