@@ -64,14 +64,17 @@ def chain_of_diamonds(graph: ContextGraph, length: int) -> None:
             graph.add((side, index + 1), [Inherit(index)], length=2, sealed=True)
 
 
-def siblings(graph: ContextGraph, length: int) -> None:
-    chain(graph, 300)
+def siblings_after_a_document(graph: ContextGraph, length: int) -> None:
+    chain(graph, length)
+    graph.add("doc", length=3, sealed=True)
     for index in range(length):
-        graph.add(("leaf", index), [Inherit(299)], length=2, sealed=True)
-    compile_context(graph, [Inherit(("leaf", index)) for index in range(length)])
+        graph.add(("leaf", index), [Inherit(length - 1)], length=2, sealed=True)
+    leaves = [Inherit(("leaf", index)) for index in range(length)]
+    assert compile_context(graph, leaves).num_tokens == 4 * length
+    assert compile_context(graph, [Inherit("doc"), *leaves]).num_tokens == 4 * length + 3
 
 
-@pytest.mark.parametrize("shape", [chain, chain_with_documents, chain_of_diamonds, siblings])
+@pytest.mark.parametrize("shape", [chain, chain_with_documents, chain_of_diamonds, siblings_after_a_document])
 def test_growing_a_graph_is_linear_in_its_nodes(shape: Callable[[ContextGraph, int], None]) -> None:
     small, large = (lines_run(lambda length=n: shape(ContextGraph(), length)) for n in (400, 1600))
     assert large < 4.2 * small
