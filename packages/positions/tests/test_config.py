@@ -362,7 +362,7 @@ UNSUPPORTED = [
     (SMOLLM2_135M, {"architectures": None, "model_type": "gpt2"}, "model_type"),
     (SMOLLM2_135M, {"architectures": None, "model_type": ["llama"]}, "model_type"),
     (SMOLLM2_135M, {"architectures": None, "model_type": None}, "model_type"),
-    (SMOLLM2_135M, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type"),
+    (SMOLLM2_135M, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type"),
     (SMOLLM2_135M, {"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type"),
     (SMOLLM2_135M, {"rope_scaling": {"rope_type": "mrope"}}, "rope_scaling.rope_type"),
     (SMOLLM2_135M, {"rope_scaling": {"rope_type": True}}, "rope_scaling.rope_type"),
@@ -412,7 +412,15 @@ INVALID = [
     *((SMOLLM2_135M, {"num_key_value_heads": value}, "num_key_value_heads") for value in (*BAD_SIZES, 2)),
     *((SMOLLM2_135M, {"head_dim": value}, "head_dim") for value in (*BAD_SIZES, 63, 1)),
     *((SMOLLM2_135M, {"rms_norm_eps": value}, "rms_norm_eps") for value in (*BAD_REALS, None)),
-    *((SMOLLM2_135M, {"rope_theta": value}, "rope_scaling.rope_theta") for value in BAD_REALS),
+    *((SMOLLM2_135M, {"rope_theta": value}, "rope_theta") for value in BAD_REALS),
+    *(
+        (
+            QWEN3_4B | {"rope_theta": None},
+            {"rope_parameters": {"rope_theta": value}},
+            "rope_parameters.rope_theta",
+        )
+        for value in BAD_REALS
+    ),
     *((SMOLLM2_135M, {"tie_word_embeddings": value}, "tie_word_embeddings") for value in (0, "no", 1.0)),
     *((SMOLLM2_135M, {"attention_bias": value}, "attention_bias") for value in (1, "yes")),
     *((SMOLLM2_135M, {"bos_token_id": value}, "bos_token_id") for value in (-1, 49152, True, 1.0, HUGE)),
@@ -437,6 +445,11 @@ INVALID = [
         for value in (*BAD_REALS, None)
     ),
     (SMOLLM2_135M, {"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate"),
+    *(
+        (QWEN2_5_7B_YARN, {"original_max_position_embeddings": value}, "original_max_position_embeddings")
+        for value in BAD_REALS
+    ),
+    (SMOLLM2_135M, {"num_attention_heads": 1, "num_key_value_heads": 1, "hidden_size": 2**24}, "head_dim"),
     (SMOLLM2_135M, {"rope_scaling": YARN | {"factor": None}}, "rope_scaling.factor"),
     (SMOLLM2_135M, {"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor"),
     (SMOLLM2_135M, {"rope_scaling": LINEAR | {"type": "yarn"}}, "rope_scaling.rope_type"),

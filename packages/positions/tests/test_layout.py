@@ -168,3 +168,15 @@ def test_a_wrong_layout_is_caught(change):
     with pytest.raises(PositionError) as caught:
         lay_out(Mine(), context(Inherit("a"), Inherit("b")), STARTS.__getitem__)
     assert caught.value.code == "plugin_broken"
+
+
+def test_a_policy_that_returns_no_layout_is_caught():
+    class Mine:
+        name = "mine"
+
+        def lay_out(self, context, stored_start, options):
+            return None
+
+    with pytest.raises(PositionError, match="returned no Layout") as caught:
+        lay_out(Mine(), context(), STARTS.__getitem__)
+    assert caught.value.code == "plugin_broken"

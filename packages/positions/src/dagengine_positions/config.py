@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from .errors import ConfigError, shown, suggestion
+from .errors import ConfigError, shown, suggestion, whole
 from .geometry import LayerGroup, ModelGeometry
 from .keys import Keys
 from .rope import POSITION_LIMIT, RopeKind, RopeSpec
@@ -243,21 +243,26 @@ def _refuse_window(keys: Keys, family: _Family, num_layers: int, max_positions: 
 
 def _rope(keys: Keys, head_dim: int, max_positions: int) -> RopeSpec:
     name, rotary = _rotary_dict(keys)
+    paths = {field: f"{name}.{key}" for key, field in _ROPE_FIELDS.items()}
+    paths["theta"] = f"{name}.rope_theta" if rotary.has("rope_theta") else "rope_theta"
+    paths["kind"] = f"{name}.rope_type" if rotary.has("rope_type") else f"{name}.type"
     theta = rotary.agreed("rope_theta", keys.take("rope_theta"))
-    legacy = rotary.take("type")
-    kind = rotary.agreed("rope_type", legacy) if rotary.has("rope_type") else legacy
+    kind = rotary.agreed("rope_type", rotary.take("type"))
     if isinstance(kind, str) and kind in _LENGTH_DEPENDENT:
-        rotary.unsupported("rope_type", f"{kind!r} is not supported: {_LENGTH_DEPENDENT[kind]}")
+        message = f"{kind!r} is not supported: {_LENGTH_DEPENDENT[kind]}"
+        raise ConfigError("unsupported_model", message, paths["kind"])
     fields = {field: rotary.take(key) for key, field in _ROPE_FIELDS.items()}
     if kind in ("llama3", "yarn"):
-        outer, inner = keys.take("original_max_position_embeddings"), fields["original_max_positions"]
-        original = inner if outer is None else outer
-        fields["original_max_positions"] = max_positions if original is None else original
+        if keys.has("original_max_position_embeddings"):
+            paths["original_max_positions"] = "original_max_position_embeddings"
+            fields["original_max_positions"] = keys.take("original_max_position_embeddings")
+        elif fields["original_max_positions"] is None:
+            fields["original_max_positions"] = max_positions
     if kind == "yarn" and fields["factor"] is None:
-        original = rotary.checked_whole(
-            fields["original_max_positions"], "original_max_position_embeddings", 1, POSITION_LIMIT
+        original, path = fields["original_max_positions"], paths["original_max_positions"]
+        fields["factor"] = max_positions / whole(
+            ConfigError, "invalid_config", original, path, 1, POSITION_LIMIT
         )
-        fields["factor"] = max_positions / original
     rotary.fixed("partial_rotary_factor", 1.0)
     rotary.refuse_rest(())
     try:
@@ -269,12 +274,8 @@ def _rope(keys: Keys, head_dim: int, max_positions: int) -> RopeSpec:
             **cast(Any, fields),
         )
     except ConfigError as error:
-        names = {field: key for key, field in _ROPE_FIELDS.items()} | {
-            "kind": "rope_type",
-            "theta": "rope_theta",
-        }
-        key = names.get(error.field or "", error.field)
-        raise ConfigError(error.code, error.message, f"{name}.{key}") from None
+        field = paths.get(error.field or "", error.field)
+        raise ConfigError(error.code, error.message, field) from None
 
 
 def _rotary_dict(keys: Keys) -> tuple[str, Keys]:

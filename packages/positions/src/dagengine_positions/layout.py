@@ -105,6 +105,8 @@ def lay_out(
     if isinstance(policy, str):
         policy = position_policies.get(policy)
     layout = policy.lay_out(context, stored_start, options)
+    if not isinstance(layout, Layout):
+        raise PositionError("plugin_broken", f"policy {policy.name!r} returned no Layout")
     if layout.own_start > POSITION_LIMIT:
         message = f"positions must stay below {POSITION_LIMIT}; this layout needs {layout.own_start}"
         raise PositionError("position_overflow", message)

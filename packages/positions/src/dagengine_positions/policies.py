@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dagengine_core_graph import VisibleContext
+from dagengine_core_graph import Reference, VisibleContext
 
 from .errors import PositionError, shown, suggestion, whole
 from .layout import Layout, Segment, StoredStart
@@ -75,15 +75,18 @@ class ExplicitPolicy:
         segments: list[Segment] = []
         least = 0
         for index, (reference, ranges) in enumerate(context.parts):
-            field = f"context[{index}].start"
-            if reference.start is None:
-                raise PositionError("policy_unsupported", "policy 'explicit' needs a start", field)
-            view = _position(reference.start, field)
+            view = _start(reference, index)
             for seen in ranges:
-                delta = view - stored_start(seen.node) - seen.start
-                _append(segments, Segment(seen.node, seen.start, seen.stop, view, delta))
-                view += seen.stop - seen.start
-                least = max(least, view)
+                node, start, stop = seen.node, seen.start, seen.stop
+                delta = view - stored_start(node) - start
+                last = segments[-1] if segments else None
+                if last and last.stop == start and last.delta == delta and last.node == node:
+                    segments[-1] = Segment(node, last.start, stop, last.view_start, delta)
+                else:
+                    segments.append(Segment(node, start, stop, view, delta))
+                view += stop - start
+                if view > least:
+                    least = view
         own_start = least
         if options.get("own_start") is not None:
             own_start = _position(options["own_start"], "own_start")
@@ -93,14 +96,11 @@ class ExplicitPolicy:
         return Layout(self.name, tuple(segments), own_start, context.num_tokens)
 
 
-def _append(segments: list[Segment], segment: Segment) -> None:
-    """Append `segment`, joined to the last one where that goes on in the same node with the same delta."""
-    if segments:
-        last = segments[-1]
-        if last.node == segment.node and last.stop == segment.start and last.delta == segment.delta:
-            segments[-1] = Segment(last.node, last.start, segment.stop, last.view_start, last.delta)
-            return
-    segments.append(segment)
+def _start(reference: Reference, index: int) -> int:
+    field = f"context[{index}].start"
+    if reference.start is None:
+        raise PositionError("policy_unsupported", "policy 'explicit' needs a start", field)
+    return _position(reference.start, field)
 
 
 def _position(value: object, field: str) -> int:
