@@ -5,14 +5,18 @@ from .context import Artifact, Digest, Inherit, NodeId, Reference, Span, make_re
 from .errors import GraphError, SchemaError
 from .graph import ContextGraph, Node, NodeSpans
 from .ranges import RangeList, TokenRange
+from .schema import ContextDocument, GraphDocument, NodeDocument, dump_graph, load_graph
 
 __all__ = [
     "Artifact",
+    "ContextDocument",
     "ContextGraph",
     "Digest",
+    "GraphDocument",
     "GraphError",
     "Inherit",
     "Node",
+    "NodeDocument",
     "NodeId",
     "NodeSpans",
     "RangeList",
@@ -22,6 +26,8 @@ __all__ = [
     "TokenRange",
     "VisibleContext",
     "compile_context",
+    "dump_graph",
+    "load_graph",
     "make_reference",
     "passed",
     "visible",

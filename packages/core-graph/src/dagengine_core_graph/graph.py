@@ -132,7 +132,7 @@ class ContextGraph:
                 `edge_mix_forbidden` (inherit and digest in one node), `invalid_request` (a taken id,
                 something that is no reference, a negative length); `field` as in `context[2].span`.
         """
-        if _known(self._nodes, node, "node") is not None:
+        if node in self:
             raise GraphError("invalid_request", f"{node!r} is taken; drop it first or choose another", "node")
         if not _is_count(length):
             raise GraphError("invalid_request", f"a length is an int from 0, not {length!r}", "length")
@@ -180,7 +180,7 @@ class ContextGraph:
 
     def node(self, node: NodeId) -> Node:
         """The node of that name; raises GraphError `state_not_found`."""
-        found = _known(self._nodes, node, "node")
+        found = self._find(node)
         if found is None:
             raise GraphError("state_not_found", f"there is no node {node!r}", "node")
         return found
@@ -222,6 +222,12 @@ class ContextGraph:
         span = reference.span if isinstance(reference, Artifact) else "all"
         return Reading(reference, node, *node.span(span, reference.at))
 
+    def _find(self, node: object) -> Node | None:
+        try:
+            return self._nodes.get(node)
+        except TypeError:
+            raise GraphError("invalid_request", f"a node id is hashable, unlike {node!r}", "node") from None
+
     def _unsealed(self, node: NodeId) -> Node:
         found = self.node(node)
         if found.sealed:
@@ -229,17 +235,10 @@ class ContextGraph:
         return found
 
     def __contains__(self, node: object) -> bool:
-        return _known(self._nodes, node, "node") is not None
+        return self._find(node) is not None
 
     def __len__(self) -> int:
         return len(self._nodes)
-
-
-def _known(nodes: dict[NodeId, Node], node: object, field: str) -> Node | None:
-    try:
-        return nodes.get(node)
-    except TypeError:
-        raise GraphError("invalid_request", f"a node id is hashable, unlike {node!r}", field) from None
 
 
 def _is_int(value: object) -> bool:
