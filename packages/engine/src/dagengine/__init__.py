@@ -1,0 +1,29 @@
+"""dagengine: serve language models whose requests read each other's KV state as a graph."""
+
+from .async_llm import AsyncLLM
+from .config import EngineConfig
+from .errors import DagError, EngineDead
+from .explain import Explanation
+from .llm import LLM, Graph, NodeRef
+from .request import ContextRef, Keep
+from .sampling import SamplingParams
+from .state import Reference, Result, State
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "ContextRef",
+    "DagError",
+    "EngineConfig",
+    "EngineDead",
+    "Explanation",
+    "Graph",
+    "Keep",
+    "NodeRef",
+    "Reference",
+    "Result",
+    "SamplingParams",
+    "State",
+]

@@ -125,6 +125,17 @@ class EngineThread:
         self._commands.append(run)
         with self._wake:
             self._wake.notify()
+        if self._dead is not None:
+            self._drain()
+
+    def _drain(self) -> None:
+        """Run what is still queued; on a dead engine commands fail or answer from a core that stands still."""
+        while True:
+            try:
+                command = self._commands.popleft()
+            except IndexError:
+                return
+            command()
 
     def _run(self) -> None:
         try:
@@ -138,8 +149,7 @@ class EngineThread:
     def _turn(self) -> bool:
         """Once round: commands, a step, events. Returns whether the thread is to stop."""
         self._beat = time.monotonic()
-        while self._commands:
-            self._commands.popleft()()
+        self._drain()
         if self._stopping and (not self._core.has_work or self._beat >= self._deadline):
             self._core.abort_all(DagError("cancelled", "the engine is shutting down"))
             self._dispatch(self._core.take_events())
@@ -190,5 +200,4 @@ class EngineThread:
                 listener(FinishedEvent(request_id, (), reason))
             except Exception:
                 log.exception("a listener of request %s failed", request_id)
-        while self._commands:
-            self._commands.popleft()()
+        self._drain()

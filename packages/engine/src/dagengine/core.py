@@ -23,7 +23,7 @@ from .config import EngineConfig
 from .detokenizer import IncrementalDetokenizer
 from .errors import DagError, as_dag_error
 from .prepare import Prepared, Preparer, ResolvedRef
-from .request import Choice, ContextRef, DagInfo, Event, FinishedEvent, Request, Timing, TokenEvent
+from .request import Choice, ContextRef, DagInfo, Event, FinishedEvent, Keep, Request, Timing, TokenEvent
 from .runner import Chunk, Runner
 from .sampler import NonFiniteLogits, Sampled, SamplingRow, sample
 from .scheduler import Scheduler, work_ids
@@ -105,7 +105,8 @@ class EngineCore:
         Raises:
             DagError: the refusal; nothing was accepted then, and no event follows.
         """
-        self._check(request)
+        self._check_queue(1)
+        self.check(request)
         refs = [self.preparer.resolve(ref, i, request.salt) for i, ref in enumerate(request.context)]
         running = _Running(request, time.perf_counter(), next(self._arrivals))
         self._begin(running, refs)
@@ -119,11 +120,12 @@ class EngineCore:
         Raises:
             DagError: a refusal that concerns the submission as a whole; nothing was accepted then.
         """
+        self._check_queue(len(requests))
         earlier: dict[str, Request] = {}
         for request in requests:
             if request.id in earlier:
                 raise DagError("invalid_request", f"two requests are called {request.id!r}", "id")
-            self._check(request)
+            self.check(request)
             for index, ref in enumerate(request.context):
                 field_name = f"context[{index}]"
                 if ref.request is None:
@@ -151,7 +153,27 @@ class EngineCore:
         self._finish(running, error or DagError("cancelled", "the request was cancelled"))
         return True
 
-    def _check(self, request: Request) -> None:
+    def fork(self, state_id: str, at: int, *, salt: str = "", keep: Keep | None = None) -> str:
+        """A new handle on the first `at` tokens of a state. Raises DagError as a reference would."""
+        ref = self.preparer.resolve(ContextRef(state=state_id, at=at), 0, salt)
+        assert isinstance(ref.node, NodeRecord)
+        keep = keep or Keep()
+        try:
+            return self.store.name(
+                ref.node, at=ref.at, salt=salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin
+            )
+        except Exception as error:
+            raise as_dag_error(error, "state") from None
+
+    def release_state(self, state_id: str, *, salt: str | None = None) -> None:
+        """End a handle; whoever reads the state keeps it. Raises DagError `state_not_found`, `state_released`."""
+        try:
+            self.store.release(state_id, salt=salt)
+        except Exception as error:
+            raise as_dag_error(error, "state") from None
+
+    def check(self, request: Request) -> None:
+        """What can be refused by looking at a request alone. Raises: DagError."""
         if request.id in self._requests:
             raise DagError("invalid_request", f"request id {request.id!r} is in use", "id")
         if not request.input_ids:
@@ -163,9 +185,6 @@ class EngineCore:
                     f"token ids are integers from 0 to {self.geometry.vocab_size - 1}, not {token!r}",
                     f"input[{position}]",
                 )
-        limit = self.config.max_waiting
-        if limit is not None and len(self._scheduler.waiting) >= limit:
-            raise DagError("queue_full", f"{limit} requests wait already; try again later")
         if request.backend is not None:
             self._backend(request.backend)
         params = request.sampling
@@ -177,6 +196,12 @@ class EngineCore:
                 raise DagError("invalid_request", f"the vocabulary has no token {token}", name)
         if params.stop and self.tokenizer is None:
             raise DagError("unsupported", "stop strings need a tokenizer; this model has none", "stop")
+
+    def _check_queue(self, count: int) -> None:
+        limit = self.config.max_waiting
+        waiting = len(self._requests) - len({w.request.id for w in self._scheduler.running if isinstance(w, Sequence)})
+        if limit is not None and waiting + count > limit:
+            raise DagError("queue_full", f"{waiting} requests wait, at most {limit} may; try again later")
 
     def _try_begin(self, request_id: str) -> None:
         running = self._requests.get(request_id)

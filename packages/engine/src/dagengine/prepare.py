@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from weakref import WeakValueDictionary
 
 import numpy as np
 from dagengine_core_graph import (
+    Artifact,
     ContextGraph,
     GraphError,
     NodeSpans,
@@ -22,7 +24,7 @@ from dagengine_core_graph import (
     compile_context,
     make_reference,
 )
-from dagengine_kvstore import KVStore, Lease, NodeRecord, Parent, Read, Writer
+from dagengine_kvstore import KVStore, Lease, NodeRecord, NotResident, Parent, Read, Writer
 from dagengine_positions import Layout, ModelAdapter, ModelGeometry, check_room, lay_out
 
 from .errors import DagError, as_dag_error
@@ -31,10 +33,19 @@ from .sequence import Extents
 
 
 @dataclass(frozen=True)
-class ResolvedRef:
-    """A reference whose target is known: a sealed node, and where the handle cuts it."""
+class PlannedNode:
+    """A node that is only laid out, by `explain`: it has a place in the graph and none in the store."""
 
-    node: NodeRecord
+    uid: tuple[str, int]
+    own_start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class ResolvedRef:
+    """A reference whose target is known: a sealed node (or a planned one), and where the handle cuts it."""
+
+    node: NodeRecord | PlannedNode
     at: int | None
     ref: ContextRef
 
@@ -74,7 +85,9 @@ class Preparer:
         self._signature = dict(signature)
         self._max_model_len = max_model_len
         self.graph = ContextGraph()
-        self._records: WeakValueDictionary[int, NodeRecord] = WeakValueDictionary()
+        self._records: WeakValueDictionary[object, NodeRecord] = WeakValueDictionary()
+        self._planned: dict[object, PlannedNode] = {}
+        self._plans = count()
 
     def resolve(self, ref: ContextRef, index: int, salt: str) -> ResolvedRef:
         """Look up a reference by state id.
@@ -130,14 +143,21 @@ class Preparer:
                 "input",
             )
         laid_out = time.perf_counter()
-        reads = tuple(Read(self._records[s.node], s.start, s.stop, s.delta) for s in layout.segments)
-        max_tokens, num_pages = self._fit(request, reads, limit if sampling else 0)
+        max_tokens, num_pages = self._fit(request, layout, limit if sampling else 0)
         return Prepared(
             references=references,
             context=context,
             layout=layout,
-            reads=reads,
-            parents=tuple(self._parent(ref, reference) for ref, reference in zip(refs, references, strict=True)),
+            reads=tuple(
+                Read(self._records[s.node], s.start, s.stop, s.delta)
+                for s in layout.segments
+                if s.node in self._records
+            ),
+            parents=tuple(
+                self._parent(ref.node, reference)
+                for ref, reference in zip(refs, references, strict=True)
+                if isinstance(ref.node, NodeRecord)
+            ),
             max_tokens=max_tokens,
             num_pages=num_pages,
             compile_ms=(compiled - begin) * 1e3,
@@ -182,24 +202,49 @@ class Preparer:
     def forget_dropped(self) -> None:
         """Drop graph nodes whose records nobody can reach any more."""
         for node in self.graph.nodes():
-            if node.id not in self._records:
+            if isinstance(node.id, int) and node.id not in self._records:
                 self.graph.drop(node.id)
 
-    def record(self, uid: int) -> NodeRecord:
-        return self._records[uid]
+    def plan(self, prepared: Prepared, name: str, length: int, spans: NodeSpans) -> PlannedNode:
+        """Put a node into the graph that never runs, so that others can be laid out over it; see `unplan`."""
+        node = PlannedNode((name, next(self._plans)), prepared.layout.own_start, length)
+        self.graph.add(node.uid, prepared.references, length=length, spans=spans, sealed=True)
+        self._planned[node.uid] = node
+        return node
+
+    def unplan(self, node: PlannedNode) -> None:
+        self.graph.drop(node.uid)
+        del self._planned[node.uid]
+
+    def resolve_planned(self, node: PlannedNode, ref: ContextRef) -> ResolvedRef:
+        return ResolvedRef(node, ref.at, ref)
+
+    def is_resident(self, read: Read) -> bool:
+        """Whether all pages of a read are there now."""
+        try:
+            self._store.lease([read]).release()
+        except NotResident:
+            return False
+        return True
+
+    def matching(self, request: Request, prepared: Prepared) -> int:
+        """Own input tokens whose pages are there already."""
+        writer = self.begin(request, prepared)
+        try:
+            ids = request.input_ids
+            return writer.match(ids[:-1], whole=False) if request.sampling else writer.match(ids, whole=True)
+        finally:
+            self.discard(writer)
 
     def _stored_start(self, uid: object) -> int:
-        assert isinstance(uid, int)
-        return self._records[uid].own_start
+        return self._planned[uid].own_start if isinstance(uid, tuple) else self._records[uid].own_start  # type: ignore[index]
 
-    def _parent(self, ref: ResolvedRef, reference: Reference) -> Parent:
-        start, stop = self.graph.node(ref.node.uid).span(
-            reference.span if reference.mode == "artifact" else "all",  # type: ignore[union-attr]
-            reference.at,
-        )
-        return Parent(ref.node, reference.mode, start, stop)  # type: ignore[arg-type]
+    def _parent(self, node: NodeRecord, reference: Reference) -> Parent:
+        span = reference.span if isinstance(reference, Artifact) else "all"
+        start, stop = self.graph.node(node.uid).span(span, reference.at)
+        return Parent(node, reference.mode, start, stop)  # type: ignore[arg-type]
 
-    def _fit(self, request: Request, reads: Sequence[Read], max_tokens: int) -> tuple[int, int]:
+    def _fit(self, request: Request, layout: Layout, max_tokens: int) -> tuple[int, int]:
         """Clamp an unset limit to the pool; refuse what could never be resident at once.
 
         Counts pages as if nothing were shared below the level of token instances, so that the answer never
@@ -208,9 +253,9 @@ class Preparer:
         size = self._store.page_size
         visible = len(
             {
-                (read.node.uid, page)
-                for read in reads
-                for page in range(read.start // size, (read.stop - 1) // size + 1)
+                (segment.node, page)
+                for segment in layout.segments
+                for page in range(segment.start // size, (segment.stop - 1) // size + 1)
             }
         )
         room = (self._store.num_pages - visible) * size - len(request.input_ids)
