@@ -170,7 +170,8 @@ class EngineCore:
         try:
             self.store.release(state_id, salt=salt)
         except Exception as error:
-            raise as_dag_error(error, "state") from None
+            found = as_dag_error(error)
+            raise DagError(found.code, found.message, "state") from None
 
     def check(self, request: Request) -> None:
         """What can be refused by looking at a request alone. Raises: DagError."""
@@ -581,7 +582,7 @@ class EngineCore:
             try:
                 self._backends[name] = get_backend(name)
             except Exception as error:
-                raise as_dag_error(error, "backend") from None
+                raise DagError("unsupported", str(error), "backend") from None
         return self._backends[name]
 
 

@@ -101,7 +101,8 @@ class Preparer:
         try:
             node, cut = self._store.resolve(ref.state, salt)
         except Exception as error:
-            raise as_dag_error(error, f"{field}.state") from None
+            found = as_dag_error(error)
+            raise DagError(found.code, found.message, f"{field}.state") from None
         if ref.at is not None and (isinstance(ref.at, bool) or not 0 <= ref.at <= cut):
             raise DagError(
                 "span_out_of_range", f"at must be from 0 to {cut}, the state's length, not {ref.at}", f"{field}.at"
