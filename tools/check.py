@@ -21,6 +21,7 @@ from environment import CACHE, ROOT, python, say
 
 PACKAGES = ("core-graph", "kvstore", "positions", "kernels", "engine", "server")
 REPORTS = CACHE / "reports"
+PYTEST_OPTIONS = ("-q", "--durations=5", "--timeout=600")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def pytest_stage(name: str, title: str, paths: Sequence[str]) -> Stage:
     def run(arguments: Sequence[str]) -> Result:
         report = REPORTS / f"{name}.xml"
         report.unlink(missing_ok=True)
-        command = [str(python()), "-m", "pytest", *paths, "--durations=5", f"--junitxml={report}", *arguments]
+        command = [str(python()), "-m", "pytest", *paths, *PYTEST_OPTIONS, f"--junitxml={report}", *arguments]
         again = " ".join(["pytest", *paths, *arguments])
         done = subprocess.run(command, cwd=ROOT)
         counted = read_report(report)

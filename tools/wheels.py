@@ -33,7 +33,7 @@ from environment import CACHE, ROOT, python, say
 TEST_TOOLS = ("pytest>=9.2,<10", "hypothesis>=6.170,<7")
 WHEELS = CACHE / "wheels"
 PYTEST_INI = """[pytest]
-addopts = --import-mode=importlib -p no:cacheprovider -m "not slow and not gpu"
+addopts = --import-mode=importlib
 markers =
     gpu: needs an NVIDIA GPU
     slow: takes long
@@ -111,8 +111,10 @@ def test_alone(folder: Path, wheel: Wheel, by_name: Mapping[str, Wheel]) -> str:
         shutil.copytree(
             folder, work, ignore=shutil.ignore_patterns("src", "__pycache__", ".*", "build", "dist")
         )
-        (work / "pytest.ini").write_text(PYTEST_INI, encoding="utf-8")
-        command = [str(python(venv)), "-m", "pytest", "-q", "-c", "pytest.ini", "tests"]
+        if "[tool.pytest.ini_options]" not in (work / "pyproject.toml").read_text(encoding="utf-8"):
+            (work / "pytest.ini").write_text(PYTEST_INI, encoding="utf-8")
+        options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+        command = [str(python(venv)), "-m", "pytest", *options, "tests"]
         done = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode != 0:
             raise CheckFailed(f"its tests fail against the installed wheel:\n{done.stdout[-8000:]}")
