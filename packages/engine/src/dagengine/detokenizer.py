@@ -31,6 +31,7 @@ class IncrementalDetokenizer:
         self._prefix = self._read = 0
         self._text = ""
         self._shown = 0
+        self._settled = 0
         self.stopped_by: str | None = None
 
     @property
@@ -69,18 +70,20 @@ class IncrementalDetokenizer:
         """Ids that have a part in the text: all but those wholly inside the stop string."""
         if self.stopped_by is None:
             return len(self._ids)
-        return sum(begin < len(self._text) for begin in self._begins())
+        return sum(self._begin(index) < len(self._text) for index in range(len(self._ids)))
 
     def num_settled(self) -> int:
         """Ids that no stop string can take back any more: with stop strings, those whose text was handed out."""
         if not self._stop:
             return len(self._ids)
-        return sum(
-            begin < self._shown and end <= self._shown for begin, end in zip(self._begins(), self._ends, strict=True)
-        )
+        while self._settled < len(self._ends):
+            if not (self._begin(self._settled) < self._shown and self._ends[self._settled] <= self._shown):
+                break
+            self._settled += 1
+        return self._settled
 
-    def _begins(self) -> list[int]:
-        return [0, *self._ends[:-1]]
+    def _begin(self, index: int) -> int:
+        return self._ends[index - 1] if index else 0
 
     def _add(self, delta: str, check_stop: bool) -> None:
         before = len(self._text)
