@@ -2,8 +2,8 @@
 
     slot = page * page_size + row          K goes to kv_layer[page, 0, :, row], V to kv_layer[page, 1, :, row]
 
-K is rotated in float32 at its stored position by tables built in float64, rounded once to the pages' dtype and
-never rewritten. V is stored as it comes.
+K is rotated in float32 at its stored position by tables built in float64, rounded once to the pages'
+dtype and never rewritten. V is stored as it comes.
 """
 
 from __future__ import annotations

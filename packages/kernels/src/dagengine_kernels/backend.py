@@ -1,8 +1,8 @@
 """The contract of an attention backend: plan once per batch on the host, run once per layer.
 
-A backend knows tensors and segment tables; not requests, models or policies. It never writes the pages it reads.
-Visibility is positional (see segments.py): the rule is also the causal one, because the own tokens of the current
-step are appended to their pages before attention runs.
+A backend knows tensors and segment tables; not requests, models or policies. It never writes the pages it
+reads. Visibility is positional (see segments.py): the rule is also the causal one, because the own tokens of
+the current step are appended to their pages before attention runs.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class AttentionBackend(ABC):
 
 
 def check_reach(table: SegmentTable, length: int) -> None:
-    """Raises KernelError (position_overflow) if a visible token needs p - delta (or p) at or past `length`."""
+    """Raises KernelError (position_overflow) if a visible token needs p or p - delta at or past `length`."""
     if not table.num_rows or not len(table.extents):
         return
     last = last_positions(table)

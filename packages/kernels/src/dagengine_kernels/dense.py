@@ -1,4 +1,4 @@
-"""One dense attention over gathered or strided K and V, with its LSE: torch's CPU flash kernel, or plain matmuls.
+"""One dense attention over gathered or strided K and V, with its LSE: torch's CPU flash kernel or matmuls.
 
 Knows blocks of tensors; not pages, positions or segments. The flash kernel serves everything but soft caps.
 """
@@ -28,8 +28,8 @@ def attend(
         q: [C, H, R, D]; k, v: [C, H, L, D], L >= 1, of q's dtype; any strides but the last.
         mask: additive, in q's dtype, broadcastable to [C, 1, R, L]: 0 or -inf.
         causal: row i sees tokens 0..i (then R = L and no mask).
-    Returns: out [C, H, R, D] in q's dtype and the *natural* lse [C, H, R] float32 (float64 for float64 q), of any
-        strides. A row whose mask is all -inf gives out 0; its lse is undefined (torch's kernel says 0).
+    Returns: out [C, H, R, D] in q's dtype and the *natural* lse [C, H, R] float32 (float64 for float64 q), of
+        any strides. A row whose mask is all -inf gives out 0; its lse is undefined (torch's kernel says 0).
     """
     if softcap is not None:
         return _attend_softcap(q, k, v, mask, scale, softcap, causal)

@@ -1,7 +1,7 @@
 """The truth, to be read: one dense attention per sequence, in float64 unless told otherwise.
 
-It is the definition word for word: bring the cached K and V to their view positions, then attend densely. So K is
-moved by its delta and the query is rotated at its own position; no query is turned, nothing is merged or tiled.
+It is the definition word for word: bring the cached K and V to their view positions, then attend densely. So
+K is moved by its delta and the query is rotated at its own position; no query is turned, nothing is merged.
 """
 
 from __future__ import annotations

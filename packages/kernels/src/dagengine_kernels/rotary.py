@@ -1,8 +1,8 @@
 """Rotary tables and rotations. Knows frequencies and positions; not models, not pages.
 
-Tables are built in float64 and held in float32; every rotation is done in float32 (float64 input: float64) and
-rounded once. `attention_scaling` (YaRN's factor on cos and sin) belongs to the rotation of an unrotated q or k.
-A K that is already rotated already contains it, so moving one by a delta uses the *unscaled* rotation.
+Tables are built in float64 and held in float32; every rotation is done in float32 (float64 input: float64)
+and rounded once. `attention_scaling` (YaRN's factor on cos and sin) belongs to the rotation of an unrotated
+q or k. A K that is already rotated contains it, so moving one by a delta uses the *unscaled* rotation.
 
     pairing "half":        (x[i], x[i + rotary_dim/2]) turn together
     pairing "interleaved": (x[2i], x[2i+1]) turn together
@@ -109,7 +109,7 @@ def expand_rows(cos: Tensor, sin: Tensor, pairing: Pairing) -> tuple[Tensor, Ten
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, pairing: Pairing) -> Tensor:
-    """Rotate x [T, H, D] by rows from `expand_rows`, in their dtype; returns a new [T, H, D] of that dtype."""
+    """Rotate x [T, H, D] by rows from `expand_rows`, in their dtype; a new [T, H, D] of that dtype."""
     x = x.to(cos.dtype)
     rows, heads, dim = x.shape
     head = x if rotary_dim == dim else x[..., :rotary_dim]
@@ -142,7 +142,7 @@ def rotate(x: Tensor, positions: Tensor, table: RotaryTable, *, dtype: torch.dty
 def rotate_by_delta(
     x: Tensor, deltas: Tensor, table: RotaryTable, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Move already rotated x [T, H, D] by deltas [T] (any sign); unscaled, so YaRN's factor is not applied twice.
+    """Move already rotated x [T, H, D] by deltas [T] of any sign; unscaled: YaRN's factor is in x already.
 
     Done in float32 (float64 where x is) from cos and sin computed in float64, returned in `dtype` (x's own).
     """

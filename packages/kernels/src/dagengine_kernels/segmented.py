@@ -1,9 +1,9 @@
-"""Control path B: attention per segment with turned queries, then an LSE merge. K and V stay as they are stored.
+"""Control path B: attention per segment with turned queries, then an LSE merge. K stays as it is stored.
 
-Sequences with few rows (decode, short prompts) of equal row count share their attention calls: a *tile class*.
-A sequence with many rows is a *stream*: its chunks are attended one after another and merged as they come, so
-temporaries stay bounded. Rows of a call read only tokens of their own slices; padding repeats such a token, so what
-lies beside a slice is never touched.
+Sequences with few rows (decode, short prompts) of equal row count share their attention calls: a *tile
+class*. A sequence with many rows is a *stream*: its chunks are attended one after another and merged as
+they come, so temporaries stay bounded. A call reads only tokens of the slices; padding repeats such a token,
+so what lies beside a slice is never touched.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STREAM_CHUNK = 2048
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """Rows of q (None: all of q as it is) and the rows of the rotary table to turn them by (None: not at all)."""
+    """Rows of q (None: all of q as it is) and the expanded rows of cos and sin to turn them by, if any."""
 
     rows: Tensor | None
     cos: Tensor | None

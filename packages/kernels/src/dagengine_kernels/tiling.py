@@ -4,7 +4,7 @@ Knows integers only. Names, from the outside in:
 
     piece   an extent, clipped to what its sequence sees; cut where visibility starts to depend on the row
     tile    the query rows of one sequence turned by one delta: what a piece is attended with
-    run     the pieces of one tile that every row sees whole ("free"), or those that rows see differently ("masked")
+    run     the pieces of a tile that every row sees whole ("free"), or those that rows differ on ("masked")
     chunk   at most `MAX_CHUNK` consecutive tokens of a run: one batch entry of an attention call
 
     views of a sequence whose rows are at first..last:

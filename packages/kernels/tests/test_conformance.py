@@ -1,0 +1,74 @@
+"""The built-in backends against the kit that any backend inherits."""
+
+import pytest
+import torch
+
+from dagengine_kernels import get_backend
+from dagengine_kernels.conformance import AttentionBackendConformance
+
+
+class TestReference(AttentionBackendConformance):
+    float32_tolerance = 1e-7
+
+    def make_backend(self):
+        return get_backend("reference")
+
+
+class TestReferenceFloat32(AttentionBackendConformance):
+    random_cases = 5
+
+    def make_backend(self):
+        return get_backend("reference", compute_dtype=torch.float32)
+
+
+class TestSegmented(AttentionBackendConformance):
+    random_cases = 60
+
+    def make_backend(self):
+        return get_backend("segmented")
+
+
+class TestPacked(AttentionBackendConformance):
+    # A moved copy of K is rounded to bf16 a second time.
+    bfloat16_factor = 2.0
+
+    def make_backend(self):
+        return get_backend("packed")
+
+
+class TestNaive(AttentionBackendConformance):
+    bfloat16_factor = 2.0
+
+    def make_backend(self):
+        return get_backend("naive")
+
+
+class TestTheKitIsNotVacuous:
+    """A backend with one fault each must fail the kit."""
+
+    @pytest.mark.parametrize("fault", ["lse-base", "delta-ignored", "sinks-twice"])
+    def test_faults_are_found(self, fault):
+        import dagengine_kernels.reference as module
+
+        class Faulty(module.ReferenceBackend):
+            def _rotate(self, x, positions, rotary, *, scaled):
+                if fault == "delta-ignored" and not scaled:
+                    return x
+                return super()._rotate(x, positions, rotary, scaled=scaled)
+
+            def run(self, plan, layer, q, kv_layer, *, sinks=None, return_lse=False):
+                if fault == "sinks-twice" and sinks is not None:
+                    sinks = sinks + 0.7
+                result = super().run(plan, layer, q, kv_layer, sinks=sinks, return_lse=return_lse)
+                if fault == "lse-base" and return_lse:
+                    return result[0], result[1] * 0.6931472
+                return result
+
+        kit = TestReference()
+        with pytest.raises(AssertionError):
+            kit.test_matches_the_definition(Faulty(), self.case("sinks"))
+
+    def case(self, name):
+        from dagengine_kernels.conformance_cases import CASES
+
+        return next(build for build in CASES if build().name == name)
