@@ -1,0 +1,166 @@
+"""Steps an engine core by hand and keeps what it showed: terminal events, and logits by request and offset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from dagengine.build import build_core
+from dagengine.config import EngineConfig
+from dagengine.core import EngineCore
+from dagengine.request import Choice, ContextRef, FinishedEvent, Keep, Request
+from dagengine.sampling import SamplingParams
+from safetensors.torch import save_file
+from torch import Tensor
+
+MAX_STEPS = 20_000
+
+
+class Driver:
+    """An engine core of a folder.
+
+    Attributes:
+        logits: request id to own offset (of the token that the logits follow) to logits [vocab].
+        every_step: called after each step.
+    """
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        self.logits: dict[str, dict[int, Tensor]] = {}
+        self.core: EngineCore = build_core(folder, EngineConfig(**options), observer=self._observe)  # type: ignore[arg-type]
+        self.check_every_step = False
+
+    def run(self, *requests: Request) -> list[FinishedEvent]:
+        """Submit requests as one group, step until all ended, and return their terminal events in order."""
+        self.core.submit_group(requests)
+        ended: dict[str, FinishedEvent] = {}
+        for _ in range(MAX_STEPS):
+            if not self.core.has_work:
+                break
+            for event in self.core.step():
+                if isinstance(event, FinishedEvent):
+                    assert event.request_id not in ended, "a request ended twice"
+                    ended[event.request_id] = event
+            if self.check_every_step:
+                self.core.store.check()
+        assert not self.core.has_work, "the requests did not end"
+        return [ended[request.id] for request in requests]
+
+    def choice(self, request: Request) -> Choice:
+        """Run one request that must succeed."""
+        (event,) = self.run(request)
+        if event.error is not None:
+            raise event.error
+        return event.choices[0]
+
+    def evict_all(self) -> int:
+        """Evict every state that may be evicted. Returns how many pages went."""
+        from dagengine_kvstore import KVStoreError
+
+        dropped = 0
+        for record in list(self.core.preparer._records.values()):
+            if record.sealed and record.held:
+                try:
+                    dropped += self.core.store.evict(record)
+                except KVStoreError as error:
+                    assert error.code == "state_in_use", error
+        return dropped
+
+    def release_all(self) -> None:
+        """Release every handle; then nothing may be left alive."""
+        for state in self.core.store.states():
+            self.core.release_state(state.id)
+        self.core.store.check()
+        stats = self.core.store.stats()
+        assert stats.pages_live == 0 and stats.states == 0 and stats.leases == 0, stats
+
+    def _observe(self, request_id: str, index: int, offset: int, logits: Tensor) -> None:
+        assert index == 0
+        self.logits.setdefault(request_id, {})[offset] = logits.detach().clone()
+
+
+def request(
+    name: str,
+    input_ids: Sequence[int],
+    max_tokens: int = 0,
+    *,
+    context: Sequence[ContextRef] = (),
+    position: str = "linear",
+    options: Mapping[str, object] | None = None,
+    backend: str | None = None,
+    keep: bool = True,
+    turn_start: int | None = None,
+) -> Request:
+    """A greedy request that samples exactly `max_tokens` tokens (none: it only computes its input)."""
+    return Request(
+        id=name,
+        input_ids=tuple(input_ids),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True) if max_tokens else None,
+        context=tuple(context),
+        position=position,
+        position_options=dict(options or {}),
+        backend=backend,
+        keep=Keep() if keep else None,
+        turn_start=turn_start,
+    )
+
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "vocab_size": 101,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+def save_tiny_llama(folder: Path, seed: int) -> dict[str, Tensor]:
+    """Write a random Llama (`TINY`) whose attention is far from uniform, and return its tensors.
+
+    head_dim is not hidden/heads, and three query heads share a KV head.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner, vocab = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
+    queries = TINY["num_attention_heads"] * TINY["head_dim"]  # type: ignore[operator]
+    keys = TINY["num_key_value_heads"] * TINY["head_dim"]  # type: ignore[operator]
+
+    def matrix(rows: object, columns: object, gain: float = 1.0) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) * gain / columns**0.5  # type: ignore[call-overload, operator]
+
+    def norm() -> Tensor:
+        return 1 + 0.2 * torch.randn(hidden, generator=generator)  # type: ignore[call-overload]
+
+    tensors = {
+        "model.embed_tokens.weight": matrix(vocab, hidden, hidden**0.5),  # type: ignore[operator]
+        "model.norm.weight": norm(),
+        "lm_head.weight": matrix(vocab, hidden, 2.0),
+    }
+    for index in range(TINY["num_hidden_layers"]):  # type: ignore[call-overload]
+        layer = f"model.layers.{index}"
+        tensors |= {
+            f"{layer}.input_layernorm.weight": norm(),
+            f"{layer}.post_attention_layernorm.weight": norm(),
+            f"{layer}.self_attn.q_proj.weight": matrix(queries, hidden, 1.4),
+            f"{layer}.self_attn.k_proj.weight": matrix(keys, hidden, 1.4),
+            f"{layer}.self_attn.v_proj.weight": matrix(keys, hidden),
+            f"{layer}.self_attn.o_proj.weight": matrix(hidden, queries, 1.5),
+            f"{layer}.mlp.gate_proj.weight": matrix(inner, hidden),
+            f"{layer}.mlp.up_proj.weight": matrix(inner, hidden),
+            f"{layer}.mlp.down_proj.weight": matrix(hidden, inner),
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return tensors
