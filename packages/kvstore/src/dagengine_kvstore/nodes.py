@@ -117,6 +117,11 @@ class NodeRecord:
         """What restoring this sealed node needs."""
         return Recipe(tuple(self.tokens), self.own_start, self.reads, self.signature, self.salt)
 
+    @property
+    def held(self) -> bool:
+        """Whether anything keeps some of its tokens or what it passes on."""
+        return bool(self.cover) or self.root.refs > 0
+
     def covers(self, start: int, stop: int) -> bool:
         """Whether holds keep every token of [start, stop)."""
         if start >= stop or any(lo <= start and stop <= hi for lo, hi in self.cover):
@@ -131,5 +136,6 @@ class NodeRecord:
         key = self._content_keys.get(stop)
         if key is None:
             key = self.context.content_key(self.tokens[:stop])
-            self._content_keys[stop] = key
+            if self.sealed:
+                self._content_keys[stop] = key
         return key

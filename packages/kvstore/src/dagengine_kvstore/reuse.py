@@ -14,8 +14,8 @@ why positions enter a context only relative to the own start.
 
 from __future__ import annotations
 
+import struct
 import weakref
-from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import TypeVar
@@ -35,8 +35,8 @@ def digest(fields: Iterable[tuple[str, bytes]]) -> bytes:
 
 
 def pack(values: Sequence[int]) -> bytes:
-    """Integers as signed 64-bit words."""
-    return array("q", values).tobytes()
+    """Integers as signed 64-bit words, little-endian."""
+    return struct.pack(f"<{len(values)}q", *values)
 
 
 class _Content:

@@ -31,8 +31,8 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class StateInfo:
-    """One handle. `pages` counts the resident ones of its first `at` tokens, `readers` the leases on the node,
-    `holders` everything that keeps what the node passes on. `expires_s` is from now.
+    """One handle. `pages` counts the resident ones of its first `at` tokens, `readers` the leases
+    on the node, `holders` everything that keeps what the node passes on. `expires_s` is from now.
     """
 
     id: str

@@ -227,20 +227,20 @@ class KVStore:
         Raises KVStoreError `state_not_sealed`, `parent_failed`, `state_released`, `already_restoring`.
         """
         check_readable(node, 0, node.length, None, "node")
-        if not node.cover:
+        if not node.held:
             raise KVStoreError("state_released", f"nothing holds node {node.uid} any more", field="node")
         if node.restoring:
             raise KVStoreError("already_restoring", f"node {node.uid} is being restored, wait", field="node")
-        held_stop = max(stop for _, stop in node.cover)
+        held_stop = max((stop for _, stop in node.cover), default=0)
         target = min(node.length, self._books.holds.page_range(0, held_stop).stop * self.page_size)
         holds = [self._books.holds.hold(node, 0, target, passed=False)]
         holds += [
             self._books.holds.hold(read.node, read.start, read.stop, passed=False) for read in node.reads
         ]
         node.restoring = True
+        self._books.note("restore", node)
         writer = RestoreWriter(self._books, node, target, tuple(holds))
         self._books.restores[node] = writer
-        self._books.note("restore", node)
         return writer
 
     def evict(self, node: NodeRecord) -> int:
@@ -258,7 +258,7 @@ class KVStore:
     def tier(self, node: NodeRecord) -> Tier:
         """DEVICE if all that is held of a sealed node is resident, else NOWHERE."""
         resident = all(node.pages[index] is not None for index in self._books.holds.covered_pages(node))
-        return Tier.DEVICE if resident and node.cover else Tier.NOWHERE
+        return Tier.DEVICE if resident and node.held else Tier.NOWHERE
 
     def available(self, exclude: Iterable[NodeRecord] = ()) -> int:
         """Pages that `reserve` could take now if it may not evict the nodes in `exclude`; shared pages once.
@@ -294,7 +294,7 @@ class KVStore:
         owners = Counter(page for node in nodes for page in node.pages if page is not None)
         for writer in (*books.writers.values(), *books.restores.values()):
             owners.update(writer.pages)
-        states = [node for node in nodes if node.sealed and (node.cover or node.root.refs)]
+        states = [node for node in nodes if node.sealed and node.held]
         return StoreStats(
             pages_total=pool.num_pages,
             pages_free=pool.num_free,

@@ -1,0 +1,67 @@
+"""`check` names what is wrong: each kind of damage, done on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from helpers import make_store, write
+
+from dagengine_kvstore import KVStore, LeakError, NodeRecord, Read
+
+
+def lose_a_page(store: KVStore, node: NodeRecord) -> None:
+    node.pages[0] = None
+
+
+def count_a_reference_too_many(store: KVStore, node: NodeRecord) -> None:
+    store._books.pool.refs[node.pages[0]] += 1  # type: ignore[index]
+
+
+def lose_a_hold(store: KVStore, node: NodeRecord) -> None:
+    del store._books.anonymous[node]
+
+
+def keep_what_nothing_holds(store: KVStore, node: NodeRecord) -> None:
+    node.cover.clear()
+
+
+def lose_a_lease(store: KVStore, node: NodeRecord) -> None:
+    node.leases -= 1
+
+
+def mark_as_restoring(store: KVStore, node: NodeRecord) -> None:
+    node.restoring = True
+
+
+def hand_out_a_leased_page(store: KVStore, node: NodeRecord) -> None:
+    store._books.pool.generation[node.pages[0]] += 1  # type: ignore[index]
+
+
+def free_a_live_page(store: KVStore, node: NodeRecord) -> None:
+    store._books.pool._free.add(node.pages[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lose_a_page, "page 0 has 2 references, its owners are 1"),
+        (count_a_reference_too_many, "page 0 has 3 references, its owners are 2"),
+        (lose_a_hold, "NodeRecord(uid=1, sealed, 3 tokens) is covered {(0, 3): 1}, its holds say {}"),
+        (keep_what_nothing_holds, "keeps page 0, which nothing holds"),
+        (lose_a_lease, "counts 0 leases, there are 1"),
+        (mark_as_restoring, "is marked restoring=True"),
+        (hand_out_a_leased_page, "were handed out again under a lease"),
+        (free_a_live_page, "page 0 is in ['free', 'live']"),
+    ],
+)
+def test_check_names_the_difference(damage: Callable[[KVStore, NodeRecord], None], words: str) -> None:
+    store = make_store(num_pages=2)
+    node = write(store, [1, 2, 3])
+    lease = store.lease([Read(node, 0, 3)])
+    store.check()
+    damage(store, node)
+    with pytest.raises(LeakError) as caught:
+        store.check()
+    assert any(words in problem for problem in caught.value.problems), caught.value.problems
+    assert lease.reads

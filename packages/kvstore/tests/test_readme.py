@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_readme_examples_run() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, str(README), "exec"), names)
+
+
+def test_the_readme_names_every_error_code() -> None:
+    package = README.parent / "src" / "dagengine_kvstore"
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(package.glob("*.py")))
+    codes = set(re.findall(r'KVStoreError\(\s*"(\w+)"', source)) | set(
+        re.findall(r'__init__\(\s*"(\w+)"', source)
+    )
+    assert {"capacity", "leak", "double_free"} <= codes
+    text = README.read_text(encoding="utf-8")
+    assert [code for code in sorted(codes) if f"`{code}`" not in text] == []

@@ -1,0 +1,418 @@
+"""Any order of operations, against the naive account in shadow.py; the books are checked after each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from shadow import Arena, Instance, ShadowNode, context_of, covered_pages, lay_out, parent_of
+
+from dagengine_kvstore import KVStore, KVStoreError, Lease, NotResident, OutOfPages, Read, Writer
+from dagengine_kvstore.audit import problems
+
+SIGNATURE = {"model": "toy"}
+NUM_PAGES = 20
+TOKENS = st.one_of(
+    st.lists(st.integers(0, 1), min_size=1, max_size=20),
+    st.integers(1, 20).map(lambda length: ([0, 0, 1] * 7)[:length]),
+)
+
+
+@dataclass(eq=False)
+class Writing:
+    node: ShadowNode
+    writer: Writer
+    pending: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, kv, stored), not launched
+
+
+@dataclass(eq=False)
+class Step:
+    """A running step: what it will write when it ends, and what it must still be able to read then."""
+
+    fence: int
+    writes: list[tuple[int, int, int]]
+    commits: list[tuple[Writing, int]]
+    reads: list[tuple[int, tuple[int, int]]]  # (slot, what the row held when the step began)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    page_size = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        ids = iter(f"st_{count}" for count in range(10**6))
+        self.store = KVStore(NUM_PAGES, self.page_size, clock=lambda: self.now, new_id=ids.__next__)
+        self.books = self.store._books
+        self.arena = Arena(NUM_PAGES, self.page_size)
+        self.shadow: dict[int, ShadowNode] = {}
+        self.writing: list[Writing] = []
+        self.handles: dict[str, tuple[ShadowNode, int, float | None, bool]] = {}
+        self.held: list[tuple[ShadowNode, int]] = []
+        self.leases: list[tuple[Lease, list[Read]]] = []
+        self.steps: list[Step] = []
+
+    def held_nodes(self) -> list[tuple[ShadowNode, int]]:
+        return self.held + [(node, at) for node, at, _, _ in self.handles.values()]
+
+    def pick(self, data: st.DataObject, items: list) -> object:
+        return items[data.draw(st.integers(0, len(items) - 1))]
+
+    @initialize(data=st.data())
+    def first_states(self, data: st.DataObject) -> None:
+        for _ in range(2):
+            self.make_state(data, 0, data.draw(TOKENS))
+
+    @rule(data=st.data(), shift=st.integers(0, 2), tokens=TOKENS)
+    def make_state(self, data: st.DataObject, shift: int, tokens: list[int]) -> None:
+        """The whole life of a request at once, so that there are states to work with."""
+        writing = self.start(data, shift)
+        reused = writing.writer.match(tokens, whole=True)
+        self.arena.compute(writing.node, tokens[:reused])
+        assert self.arena.read(writing.writer.extents()) == writing.node.kv
+        self.write(writing, tokens[reused:])
+        if len(writing.node.tokens) < len(tokens):
+            return
+        self.begin_step()
+        while self.steps:
+            self.end_step()
+        self.finish(writing)
+
+    @precondition(lambda self: len(self.writing) < 3)
+    @rule(data=st.data(), shift=st.integers(0, 2))
+    def begin(self, data: st.DataObject, shift: int) -> None:
+        self.start(data, shift)
+
+    def start(self, data: st.DataObject, shift: int) -> Writing:
+        modes: list[tuple[ShadowNode, str, int, int]] = []
+        passing = data.draw(st.sampled_from(["inherit", "digest"]))
+        for _ in range(data.draw(st.integers(0, 3)) if self.held_nodes() else 0):
+            node, at = self.pick(data, self.held_nodes())
+            if data.draw(st.booleans()):
+                modes.append((node, passing, 0, data.draw(st.integers(0, at))))
+            else:
+                start, stop = sorted((data.draw(st.integers(0, at)), data.draw(st.integers(0, at))))
+                modes.append((node, "artifact", start, stop))
+        visible, passed, per_parent = context_of(modes)
+        own_start = len(visible) + shift
+        reads = lay_out(visible, shift)
+        writer = self.store.begin([parent_of(*mode) for mode in modes], reads, own_start, signature=SIGNATURE)
+        sees = tuple(
+            (node.kv[offset], view - own_start) for view, (node, offset) in enumerate(visible, shift)
+        )
+        node = ShadowNode(writer.node, "", passed, per_parent, sees)
+        self.shadow[writer.node.uid] = node
+        self.writing.append(Writing(node, writer))
+        return self.writing[-1]
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), whole=st.booleans())
+    def match(self, data: st.DataObject, whole: bool) -> None:
+        writing = self.pick(data, self.writing)
+        if writing.writer.num_tokens or writing.writer.pages:
+            return
+        known = [node.tokens for node in self.shadow.values() if node.tokens]
+        tokens = list(self.pick(data, known)) if known else []
+        if data.draw(st.booleans()):
+            tokens += [0]
+        reused = writing.writer.match(tokens, whole=whole)
+        assert reused == len(tokens) or reused % self.page_size == 0
+        self.arena.compute(writing.node, tokens[:reused])
+        assert self.arena.read(writing.writer.extents()) == writing.node.kv
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), tokens=TOKENS)
+    def append(self, data: st.DataObject, tokens: list[int]) -> None:
+        self.write(self.pick(data, self.writing), tokens)
+
+    def write(self, writing: Writing, tokens: list[int]) -> None:
+        writer = writing.writer
+        needed = writer.pages_needed(len(tokens))
+        fits = self.store.can_fit(needed, exclude=[read.node for read in writer.node.reads])
+        before = self.store.stats()
+        try:
+            writer.reserve(len(tokens))
+        except OutOfPages:
+            assert not fits
+            assert self.store.stats() == before
+            return
+        except KVStoreError as error:
+            assert error.code == "partial_page_shared" and writer.num_tokens % self.page_size
+            return
+        assert fits
+        first = len(writing.node.tokens)
+        slots = writer.append(tokens)
+        self.arena.compute(writing.node, tokens)
+        for offset, slot in enumerate(slots, start=first):
+            writing.pending.append((slot, writing.node.kv[offset], writer.node.own_start + offset))
+
+    @precondition(lambda self: len(self.steps) < 3)
+    @rule()
+    def begin_step(self) -> None:
+        step = Step(self.store.begin_step(), [], [], [])
+        for writing in self.writing:
+            step.writes += writing.pending
+            step.commits.append((writing, len(writing.pending)))
+            writing.pending = []
+            self.watch(step, writing.writer.extents(0, writing.writer.num_committed))
+        for lease, reads in self.leases:
+            for index in range(len(reads)):
+                self.watch(step, lease.extents(index))
+        self.steps.append(step)
+
+    def watch(self, step: Step, extents: list) -> None:
+        for page, lo, hi, _ in extents:
+            for slot in range(page * self.page_size + lo, page * self.page_size + hi):
+                step.reads.append((slot, self.arena.rows[slot]))
+
+    @precondition(lambda self: self.steps)
+    @rule()
+    def end_step(self) -> None:
+        step = self.steps.pop(0)
+        for slot, row in step.reads:
+            assert self.arena.rows[slot] == row, "a page was overwritten under a running step"
+        for slot, kv, stored in step.writes:
+            self.arena.rows[slot] = (kv, stored)
+        self.store.end_step(step.fence)
+        for writing, count in step.commits:
+            if writing in self.writing:
+                writing.writer.commit(count)
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def seal(self, data: st.DataObject) -> None:
+        writing = self.pick(data, self.writing)
+        if writing.writer.num_committed < writing.writer.num_tokens:
+            with pytest.raises(KVStoreError) as caught:
+                writing.writer.seal()
+            assert caught.value.code == "not_committed"
+            return
+        self.finish(writing)
+
+    def finish(self, writing: Writing) -> None:
+        record = writing.writer.seal()
+        assert list(record.tokens) == writing.node.tokens
+        self.writing.remove(writing)
+        self.held.append((writing.node, record.length))
+
+    @precondition(lambda self: len(self.writing) > 1)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        writing = self.pick(data, self.writing)
+        writing.writer.abort()
+        self.writing.remove(writing)
+        del self.shadow[writing.node.record.uid]
+
+    @precondition(lambda self: len(self.writing) > 1)
+    @rule(data=st.data())
+    def rollback(self, data: st.DataObject) -> None:
+        writing = self.pick(data, self.writing)
+        writing.writer.rollback()
+        self.writing.remove(writing)
+        writing.node.tokens.clear()
+        writing.node.kv.clear()
+        self.writing.append(Writing(writing.node, writing.writer))
+
+    @precondition(lambda self: self.held_nodes())
+    @rule(data=st.data(), ttl=st.sampled_from([None, 1.0, 5.0]), pin=st.booleans())
+    def name(self, data: st.DataObject, ttl: float | None, pin: bool) -> None:
+        node, limit = self.pick(data, self.held_nodes())
+        at = data.draw(st.integers(0, limit))
+        handle = self.store.name(node.record, at=at, ttl_s=ttl, pin=pin)
+        assert self.store.resolve(handle) == (node.record, at)
+        self.handles[handle] = (node, at, None if ttl is None else self.now + ttl, pin)
+
+    @precondition(lambda self: self.handles)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        handle = self.pick(data, list(self.handles))
+        self.store.release(handle)
+        del self.handles[handle]
+        with pytest.raises(KVStoreError) as caught:
+            self.store.release(handle)
+        assert caught.value.code == "state_released"
+
+    @precondition(lambda self: self.handles)
+    @rule(data=st.data(), pin=st.booleans())
+    def change_pin(self, data: st.DataObject, pin: bool) -> None:
+        handle = self.pick(data, list(self.handles))
+        (self.store.pin if pin else self.store.unpin)(handle)
+        self.handles[handle] = (*self.handles[handle][:3], pin)
+        self.forget_expired()
+
+    @rule(seconds=st.sampled_from([0.5, 2.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.store.expire()
+        self.forget_expired()
+
+    def forget_expired(self) -> None:
+        for handle, (_, _, deadline, pinned) in list(self.handles.items()):
+            if deadline is not None and deadline <= self.now and not pinned:
+                del self.handles[handle]
+
+    @precondition(lambda self: self.held_nodes())
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        node, at = self.pick(data, self.held_nodes())
+        self.store.hold(node.record, at)
+        self.held.append((node, at))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def unhold(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.held) - 1))
+        node, at = self.held.pop(index)
+        self.store.unhold(node.record, at)
+
+    @precondition(lambda self: self.held_nodes())
+    @rule(data=st.data())
+    def lease(self, data: st.DataObject) -> None:
+        node, at = self.pick(data, self.held_nodes())
+        instances = [*node.passed, *((node, offset) for offset in range(at))]
+        reads = lay_out(instances, 0)
+        before = list(self.books.pool.refs)
+        try:
+            lease = self.store.lease(reads)
+        except NotResident as error:
+            assert error.nodes and self.books.pool.refs == before
+            return
+        self.leases.append((lease, reads))
+        self.verify(lease, reads)
+
+    def verify(self, lease: Lease, reads: list[Read]) -> None:
+        for index, read in enumerate(reads):
+            expected = self.shadow[read.node.uid].kv[read.start : read.stop]
+            assert self.arena.read(lease.extents(index)) == expected
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def end_lease(self, data: st.DataObject) -> None:
+        lease, reads = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        self.verify(lease, reads)
+        lease.release()
+        with pytest.raises(KVStoreError) as caught:
+            lease.release()
+        assert caught.value.code == "lease_released"
+
+    @precondition(lambda self: self.held_nodes())
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        node, _ = self.pick(data, self.held_nodes())
+        leased = any(read.node is node.record for _, reads in self.leases for read in reads)
+        pinned = {
+            record
+            for owner, at, _, pin in self.handles.values()
+            if pin
+            for record in (owner.record, *(instance[0].record for instance in owner.passed))
+        }
+        if leased or node.record in pinned:
+            with pytest.raises(KVStoreError) as caught:
+                self.store.evict(node.record)
+            assert caught.value.code == "state_in_use"
+        elif node.record not in self.books.pinned():
+            self.store.evict(node.record)
+            assert all(page is None for page in node.record.pages)
+
+    @precondition(lambda self: self.held_nodes())
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        node, _ = self.pick(data, self.held_nodes())
+        try:
+            self.restore_node(node)
+        except OutOfPages:
+            return
+        assert self.store.tier(node.record) == "device"
+
+    def restore_node(self, node: ShadowNode) -> None:
+        """Restore a node and, where needed, what it reads; sources stay leased until it is done."""
+        writer = self.store.restore(node.record)
+        leases: list[Lease] = []
+        try:
+            for read in node.record.reads if writer.todo else ():
+                try:
+                    leases.append(self.store.lease([read]))
+                except NotResident as missing:
+                    assert missing.nodes == (read.node,)
+                    self.restore_node(self.shadow[read.node.uid])
+                    leases.append(self.store.lease([read]))
+                self.verify(leases[-1], [read])
+            todo, first = writer.todo, writer.num_tokens
+            writer.reserve(len(todo))
+            fence = self.store.begin_step()
+            self.forget_expired()
+            for offset, slot in enumerate(writer.append(todo), start=first):
+                self.arena.rows[slot] = (node.kv[offset], node.record.own_start + offset)
+            self.store.end_step(fence)
+            writer.commit(len(todo))
+            writer.finish()
+        except OutOfPages:
+            writer.abort()
+            raise
+        finally:
+            for lease in leases:
+                lease.release()
+
+    @invariant()
+    def books_balance(self) -> None:
+        assert problems(self.books) == []
+        stats = self.store.stats()
+        pages = stats.pages_free + stats.pages_cached + stats.pages_live + stats.pages_waiting
+        assert pages == stats.pages_total
+        if not self.steps:
+            assert stats.pages_waiting == 0
+
+    @invariant()
+    def exactly_what_is_held_is_kept(self) -> None:
+        held: list[Instance] = []
+        for node, at in self.held_nodes():
+            held += [*node.passed, *((node, offset) for offset in range(at))]
+        for writing in self.writing:
+            for instances in writing.node.parents:
+                held += instances
+        expected = covered_pages(self.store, held)
+        for node in self.shadow.values():
+            kept = self.books.holds.covered_pages(node.record)
+            assert kept == expected.get(node.record, set())
+            assert all(page is None or index in kept for index, page in enumerate(node.record.pages))
+
+    def teardown(self) -> None:
+        while self.steps:
+            self.end_step()
+        for writing in self.writing:
+            writing.writer.abort()
+        for lease, reads in self.leases:
+            self.verify(lease, reads)
+            lease.release()
+        for node, at in self.held:
+            self.store.unhold(node.record, at)
+        for handle in self.handles:
+            self.store.release(handle)
+        assert problems(self.books) == []
+        stats = self.store.stats()
+        assert stats.pages_free + stats.pages_cached == stats.pages_total == self.store.available()
+        assert stats.states == stats.handles == stats.leases == stats.writers == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_any_order_of_operations_keeps_the_books_and_the_kv(page_size: int) -> None:
+    machine = type(f"PageSize{page_size}", (StoreMachine,), {"page_size": page_size})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=50,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import pytest
+from helpers import SIGNATURE, Clock, assert_all_pages_back, child, make_store, refused, write
+
+from dagengine_kvstore import Parent, Read
+
+
+def test_a_released_handle_is_remembered_for_an_hour() -> None:
+    clock = Clock()
+    store = make_store(clock=clock)
+    node = write(store, [1, 2, 3])
+    handle = store.name(node)
+    store.release(handle)
+    with refused("state_released", "state"):
+        store.resolve(handle)
+    clock.now += 3599
+    with refused("state_released"):
+        store.release(handle)
+    clock.now += 1
+    with refused("state_not_found"):
+        store.resolve(handle)
+
+
+def test_another_tenants_handle_is_not_found_alive_or_released() -> None:
+    store = make_store()
+    node = write(store, [1], salt="tenant a")
+    handle = store.name(node, salt="tenant a")
+    assert store.resolve(handle, "tenant a") == (node, 1)
+    for salt in ("", "tenant b"):
+        with refused("state_not_found"):
+            store.resolve(handle, salt)
+        with refused("state_not_found"):
+            store.release(handle, salt=salt)
+        with refused("state_not_found"):
+            store.name(node, salt=salt)
+    assert [info.id for info in store.states(salt="tenant a")] == [handle]
+    assert store.states(salt="tenant b") == ()
+    store.release(handle, salt="tenant a")
+    with refused("state_not_found"):
+        store.resolve(handle, "tenant b")
+
+
+def test_a_state_ends_with_its_time_to_live_unless_pinned() -> None:
+    clock = Clock()
+    store = make_store(clock=clock)
+    node = write(store, [1, 2, 3, 4, 5])
+    short, pinned = store.name(node, ttl_s=10), store.name(node, ttl_s=10, pin=True)
+    longer = store.name(node, ttl_s=10)
+    store.retain(longer, ttl_s=30)
+    store.unhold(node)
+    clock.now += 10
+    store.begin_step()
+    with refused("state_released"):
+        store.resolve(short)
+    assert store.resolve(pinned)[0] is store.resolve(longer)[0] is node
+    store.unpin(pinned)
+    with refused("state_released"):
+        store.resolve(pinned)
+    clock.now += 20
+    store.end_step(1)
+    with refused("state_released"):
+        store.describe(longer)
+    assert_all_pages_back(store)
+
+
+def test_retaining_without_a_time_keeps_the_state() -> None:
+    clock = Clock()
+    store = make_store(clock=clock)
+    handle = store.name(write(store, [1]), ttl_s=1)
+    store.retain(handle)
+    clock.now += 10**6
+    assert store.describe(handle).expires_s is None
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1.0, float("nan")])
+def test_a_time_to_live_must_be_positive(ttl_s: float) -> None:
+    store = make_store()
+    node = write(store, [1])
+    with refused("invalid_ttl", "ttl_s"):
+        store.name(node, ttl_s=ttl_s)
+    assert store.states() == ()
+    store.check()
+
+
+def test_a_fork_shows_its_first_tokens_and_keeps_no_page_behind_them() -> None:
+    store = make_store()
+    node = write(store, list(range(10)))
+    fork = store.name(node, at=5)
+    store.unhold(node)
+    assert store.resolve(fork) == (node, 5)
+    assert [page is None for page in node.pages] == [False, False, True]
+    with refused("span_out_of_range"):
+        store.name(node, at=11)
+    with refused("state_released"):
+        store.name(node)
+    with refused("state_released"):
+        store.lease([Read(node, 0, 10)])
+    with store.lease([Read(node, 0, 5)]):
+        store.check()
+
+
+def test_releasing_a_state_with_readers_only_hides_its_name() -> None:
+    store = make_store()
+    parent = write(store, [1, 2, 3])
+    handle = store.name(parent)
+    store.unhold(parent)
+    kid = child(store, parent, [4])
+    store.release(handle)
+    with refused("state_released"):
+        store.resolve(handle)
+    with store.lease([Read(parent, 0, 3)]) as lease:
+        assert [extent.hi for extent in lease.extents(0)] == [3]
+    store.unhold(kid)
+    assert_all_pages_back(store)
+
+
+def test_a_running_reader_keeps_the_pages_of_a_released_state() -> None:
+    store = make_store()
+    node = write(store, [1, 2, 3])
+    lease = store.lease([Read(node, 0, 3)])
+    before = lease.extents(0)
+    store.unhold(node)
+    store.check()
+    assert store.stats().pages_live == 1 and lease.extents(0) == before
+    lease.release()
+    assert_all_pages_back(store)
+    with refused("lease_released"):
+        lease.extents(0)
+
+
+def test_unholding_more_often_than_holding_is_refused() -> None:
+    store = make_store()
+    node = write(store, [1])
+    store.hold(node)
+    store.unhold(node)
+    store.unhold(node)
+    with refused("not_held"):
+        store.unhold(node)
+    with refused("state_released"):
+        store.hold(node)
+    with refused("state_released"):
+        store.begin([Parent.inherit(node)], [], 1, signature=SIGNATURE)
+
+
+def test_a_state_can_be_described() -> None:
+    store = make_store()
+    node = write(store, [1, 2, 3, 4, 5])
+    handle = store.name(node, name="plan", pin=True)
+    with store.lease([Read(node, 0, 1)]):
+        info = store.describe(handle)
+    assert (info.name, info.at, info.pages, info.tier, info.readers, info.pinned) == (
+        "plan",
+        5,
+        2,
+        "device",
+        1,
+        True,
+    )

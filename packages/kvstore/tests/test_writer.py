@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import pytest
+from helpers import SIGNATURE, assert_all_pages_back, make_store, refused, write
+
+from dagengine_kvstore import KVStore, OutOfPages
+
+
+def test_slots_are_rows_of_contiguous_pages() -> None:
+    store = make_store()
+    writer = store.begin([], [], 7, signature=SIGNATURE)
+    writer.reserve(6)
+    assert writer.append([1, 2, 3, 4, 5]) == [0, 1, 2, 3, 4]
+    writer.reserve(5)
+    assert writer.append([6, 7]) == [5, 6]
+    assert [tuple(extent) for extent in writer.extents(2, 7)] == [(0, 2, 4, 9), (1, 0, 3, 11)]
+    assert writer.node.length == 7 and not writer.node.sealed
+
+
+def test_growing_keeps_contiguous_where_the_next_page_is_free() -> None:
+    store = make_store()
+    first, second = (store.begin([], [], 0, signature=SIGNATURE) for _ in range(2))
+    first.reserve(4)
+    second.reserve(4)
+    first.reserve(8)
+    second.reserve(8)
+    assert (first.pages, second.pages) == ([0, 2], [1, 3])
+    first.abort()
+    second.reserve(12)
+    assert second.pages == [1, 3, 4]
+
+
+def test_appending_needs_a_reservation_and_changes_nothing_without() -> None:
+    store = make_store()
+    writer = store.begin([], [], 0, signature=SIGNATURE)
+    writer.reserve(3)
+    with refused("not_reserved", "tokens"):
+        writer.append([1, 2, 3, 4, 5])
+    assert writer.num_tokens == 0 and writer.capacity == 4
+    assert writer.pages_needed(9) == 2
+
+
+def test_a_reservation_is_all_or_nothing() -> None:
+    store = make_store(num_pages=3)
+    writer = store.begin([], [], 0, signature=SIGNATURE)
+    writer.reserve(4)
+    with pytest.raises(OutOfPages) as caught:
+        writer.reserve(13)
+    assert (caught.value.needed, caught.value.available, caught.value.code) == (3, 2, "capacity")
+    assert store.stats().pages_free == 2 and len(writer.pages) == 1
+    with refused("invalid_count"):
+        writer.reserve(-1)
+
+
+def test_a_seal_needs_every_token_committed_and_valid_spans() -> None:
+    store = make_store()
+    writer = store.begin([], [], 0, signature=SIGNATURE)
+    writer.reserve(9)
+    writer.append([1, 2, 3])
+    with refused("not_committed"):
+        writer.seal()
+    with refused("invalid_count"):
+        writer.commit(4)
+    writer.commit(3)
+    with refused("span_out_of_range", "spans.output"):
+        writer.seal({"output": (2, 4)})
+    node = writer.seal({"output": (1, 3), "prompt": (0, 1)})
+    assert node.spans == {"output": (1, 3), "prompt": (0, 1)} and node.tokens == (1, 2, 3)
+    assert store.stats().pages_live == 1, "pages reserved in vain went back"
+    for use in (lambda: writer.append([4]), writer.seal, writer.rollback, lambda: writer.reserve(1)):
+        with refused("writer_closed"):
+            use()
+
+
+def test_an_empty_node_is_a_state_without_pages() -> None:
+    store = make_store()
+    node = write(store, [])
+    assert store.tier(node) == "device" and node.length == 0
+    store.restore(node).finish()
+    store.unhold(node)
+    assert_all_pages_back(store)
+
+
+def test_pages_freed_in_a_step_count_as_waiting_until_it_ends() -> None:
+    store = make_store(num_pages=2)
+    writer = store.begin([], [], 0, signature=SIGNATURE)
+    writer.reserve(8)
+    fence = store.begin_step()
+    writer.rollback()
+    with pytest.raises(OutOfPages) as caught:
+        writer.reserve(4)
+    assert (caught.value.available, caught.value.waiting) == (0, 2)
+    store.check()
+    store.end_step(fence)
+    writer.reserve(8)
+    with refused("unknown_fence"):
+        store.end_step(fence)
+
+
+@pytest.mark.parametrize("field", ["num_pages", "page_size", "max_events"])
+def test_sizes_must_be_positive(field: str) -> None:
+    sizes = {"num_pages": 1, "page_size": 1, "max_events": 1, field: 0}
+    with refused("invalid_size", field):
+        KVStore(**sizes)
