@@ -96,7 +96,9 @@ def request(
     return Request(
         id=name,
         input_ids=tuple(input_ids),
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True) if max_tokens else None,
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        if max_tokens
+        else None,
         context=tuple(context),
         position=position,
         position_options=dict(options or {}),

@@ -120,7 +120,10 @@ def run_at_once(driver: Driver, plan: list[Node]) -> dict[str, tuple[int, ...]]:
     """All nodes in one submission, dropped when nothing reads them any more. Tokens of every node, by name."""
     requests = [
         node.request(
-            tuple(ContextRef(request=r.parent, mode=r.mode, span=r.span, at=r.at, start=r.start) for r in node.refs),  # type: ignore[arg-type]
+            tuple(
+                ContextRef(request=r.parent, mode=r.mode, span=r.span, at=r.at, start=r.start)
+                for r in node.refs
+            ),  # type: ignore[arg-type]
             keep=False,
         )
         for node in plan

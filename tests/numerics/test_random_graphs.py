@@ -21,7 +21,10 @@ PAGE_SIZES = (1, 3, 16)
 
 
 def largest_difference(
-    plan: list[Node], tokens: dict[str, tuple[int, ...]], logits: dict[str, dict[int, Tensor]], model: DenseLlama
+    plan: list[Node],
+    tokens: dict[str, tuple[int, ...]],
+    logits: dict[str, dict[int, Tensor]],
+    model: DenseLlama,
 ) -> float:
     """Max |engine logit - dense logit| over every sampled position of the graph."""
     walk = DenseWalk(model)
