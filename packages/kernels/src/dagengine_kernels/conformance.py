@@ -291,7 +291,7 @@ class AttentionBackendConformance:
 
 
 def _ordinary(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-    """Causal attention of the last len(q) positions with RoPE at 0, 1, 2, ..., computed in `dtype`; float64."""
+    """Causal attention of the last len(q) positions, RoPE at 0, 1, 2, ..., computed in `dtype`; float64."""
     group, dim, views = q.shape[1] // k.shape[1], q.shape[2], torch.arange(len(k))
     rotary = build_table(frequencies(dim), 1.0, len(k))
     q, k, v = (x.to(dtype) for x in (q, k, v))

@@ -21,7 +21,7 @@ from dagengine_kernels.segments import SegmentTable, SequenceSegments
 
 Extent = tuple[int, int, int, int, int]
 
-MAX_POSITIONS = 256
+MAX_POSITIONS = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,13 +300,16 @@ def _same_page_twice() -> Case:
 
 
 def _shared_pages() -> Case:
-    pages = Pages(24, 16, seed=8)
-    document = pages.place(150, 0, 0, in_order=True)
+    """Readers of one document of many whole pages, each at its own delta, and one that reads parts of it."""
+    pages = Pages(24, 32, seed=8)
+    document = pages.place(310, 0, 0, in_order=True)
     sequences = []
-    for i in range(4):
+    for i in range(3):
         moved = [(page, lo, hi, stored, 3 * i) for page, lo, hi, stored, _ in document]
-        sequences.append(SequenceSegments(160 + i, 1, [*moved, *pages.place(1, 160 + i, 160 + i)], i))
-    return build_case("one-document-many-readers", sequences, pages)
+        sequences.append(SequenceSegments(330 + i, 1, [*moved, *pages.place(1, 330 + i, 330 + i)], i))
+    sequences.append(SequenceSegments(330, 1, document[::2], 7))
+    sequences.append(SequenceSegments(330, 2, [*document, *pages.place(2, 330, 330)], 8))
+    return build_case("one-document-many-readers", sequences, pages, heads=(3, 1), head_dim=16)
 
 
 def _own_reused() -> Case:
@@ -332,16 +335,24 @@ def _long_prefill(window: int | None, name: str) -> Callable[[], Case]:
     return build
 
 
-def _long_decode() -> Case:
-    pages = Pages(60, 64, seed=11)
-    sequences = [
-        SequenceSegments(
-            240, 1, [*pages.place(200, 0, 0, offset=5, in_order=True), *pages.place(41, 9, 200)], 1
-        ),
-        SequenceSegments(200, 1, [*pages.place(64 * 3, 300, 0, in_order=True), *pages.place(1, 200, 200)], 2),
-        SequenceSegments(10, 1, pages.place(11, 0, 0), 3),
-    ]
-    return build_case("long-decode-in-page-runs", sequences, pages, heads=(2, 1), head_dim=16)
+def _long_decode(page_size: int, name: str, **options: object) -> Callable[[], Case]:
+    """Long contexts in runs of neighbouring pages, with used, unused and partly used pages between them."""
+
+    def build() -> Case:
+        pages = Pages(60, page_size, seed=11)
+        first = pages.place(10 * page_size, 0, 0, in_order=True)
+        gap = pages.place(3, 0, 340, offset=1, in_order=True)
+        pages.place(1, 0, 0, in_order=True)
+        second = pages.place(8 * page_size + 5, 100, 3, in_order=True)
+        sequences = [
+            SequenceSegments(345, 1, [*first[:7], *first[8:], *gap, *pages.place(1, 345, 345)], 1),
+            SequenceSegments(300, 1, [*second, *first[3:6], *pages.place(1, 300, 300)], 2),
+            SequenceSegments(10, 1, pages.place(11, 0, 0), 3),
+            SequenceSegments(40, 1, [], 4),
+        ]
+        return build_case(name, sequences, pages, heads=(2, 1), head_dim=16, **options)  # type: ignore[arg-type]
+
+    return build
 
 
 CASES: tuple[Callable[[], Case], ...] = (
@@ -371,7 +382,10 @@ CASES: tuple[Callable[[], Case], ...] = (
     _own_reused,
     _long_prefill(None, "long-prefill"),
     _long_prefill(9, "long-prefill-window"),
-    _long_decode,
+    _long_decode(32, "long-decode-in-page-runs"),
+    _long_decode(32, "long-decode-window", window=150),
+    _long_decode(16, "long-decode-in-small-pages"),
+    _long_decode(32, "long-decode-softcap-sinks", softcap=2.0, sinks=True),
 )
 """Builders of every named case."""
 

@@ -3,7 +3,8 @@
 Sequences with few rows (decode, short prompts) of equal row count share their attention calls: a *tile
 class*. A sequence with many rows is a *stream*: its chunks are attended one after another and merged as
 they come, so temporaries stay bounded. A call reads only tokens of the slices; padding repeats such a token,
-so what lies beside a slice is never touched.
+so what lies beside a slice is never touched. Decode rows read whole pages in place, if these are large and
+neighbours.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from dagengine_kernels.dense import attend
 from dagengine_kernels.lse import LOG2E, apply_sinks
 from dagengine_kernels.rotary import RotaryTable, exact_rows, expand_rows, turn
 from dagengine_kernels.segments import SegmentTable
-from dagengine_kernels.tiling import MAX_CHUNK, Chunks, Ints, buckets, cut, gather_rows, visibility
+from dagengine_kernels.tiling import MAX_CHUNK, Chunks, Ints, Slab, buckets, cut, gather_rows, visibility
 
 STREAM_ROWS = 64
 """From this many rows on a sequence is a stream."""
 
 STREAM_CHUNK = 2048
+"""Tokens per chunk of a stream."""
+
+IN_PLACE_GROUP = 16
+"""Up to this many query heads per kv head, decode rows read whole pages in place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +52,10 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One attention call.
+    """One attention call over gathered tokens.
 
     Attributes:
-        rows: [2 * C * Hkv * L] rows of the pages to gather.
+        rows: [2 * C * Hkv * L] rows to gather of the pages seen as [pages * 2 * Hkv * page_size, D].
         size: (C, L).
         tiles: [C] tile of each chunk; None: chunk c has tile c, or all have the only one.
         mask: additive, broadcastable to [C, 1, R, L], or None.
@@ -65,11 +70,33 @@ class Call:
     blind: Tensor | None = None
     causal: bool = False
 
-    def gather(self, flat: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
-        """[2, C, Hkv, L, D] in `dtype` from the pages seen as [rows, D]."""
-        picked = flat.index_select(0, self.rows)
-        count, length = self.size
-        return picked.view(2, count, num_kv_heads, length, flat.shape[1]).to(dtype)
+    def keys_values(self, kv_layer: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """[2, C, Hkv, L, D] in `dtype`, and how many bytes were copied."""
+        heads, dim = kv_layer.shape[2], kv_layer.shape[4]
+        picked = kv_layer.view(-1, dim).index_select(0, self.rows).to(dtype)
+        return picked.view(2, self.size[0], heads, self.size[1], dim), picked.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class SlabCall:
+    """One attention call over the pages first..first+count-1 where they are, each a chunk.
+
+    Attributes:
+        size: (count, page_size).
+        tiles: as in `Call`; pages that no chunk is have any tile, and their part is never looked at.
+    """
+
+    first: int
+    size: tuple[int, int]
+    tiles: Tensor | None
+    mask: None = None
+    blind: None = None
+
+    def keys_values(self, kv_layer: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """[2, count, Hkv, page_size, D] in `dtype`, and how many bytes were copied."""
+        slab = kv_layer.narrow(0, self.first, self.size[0])
+        cast = slab.to(dtype)
+        return cast.transpose(0, 1), 0 if cast is slab else cast.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +119,7 @@ class TileClass:
     num_tiles: int
     num_sequences: int
     turn: Turn
-    calls: tuple[Call, ...]
+    calls: tuple[Call | SlabCall, ...]
     parts: int
     merge: Tensor | None
     padding: Tensor | None
@@ -122,7 +149,7 @@ class SegmentedBackend(AttentionBackend):
 
     name: ClassVar[str] = "segmented"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        devices=("cpu",), dtypes=(torch.float64, torch.float32, torch.bfloat16)
+        devices=("cpu",), dtypes=(torch.float64, torch.float32, torch.bfloat16), in_place=True
     )
     implementation = "torch-cpu-flash"
 
@@ -154,12 +181,11 @@ class SegmentedBackend(AttentionBackend):
     ) -> Tensor | tuple[Tensor, Tensor]:
         self._check_run(plan, q, kv_layer, sinks)
         assert isinstance(plan, SegmentedPlan)
-        flat = kv_layer.view(-1, kv_layer.shape[-1])
         with_lse = return_lse or sinks is not None
         if plan.covered and len(plan.classes) == 1 and not plan.streams:
-            out, lse = self._run_class(plan, plan.classes[0], q, flat, with_lse)
+            out, lse = self._run_class(plan, plan.classes[0], q, kv_layer, with_lse)
         else:
-            out, lse = self._run_all(plan, q, flat, with_lse)
+            out, lse = self._run_all(plan, q, kv_layer, with_lse)
         if lse is None:
             return out
         lse2 = lse * LOG2E
@@ -168,26 +194,26 @@ class SegmentedBackend(AttentionBackend):
         return (out, lse2.float()) if return_lse else out
 
     def _run_all(
-        self, plan: SegmentedPlan, q: Tensor, flat: Tensor, with_lse: bool
+        self, plan: SegmentedPlan, q: Tensor, kv_layer: Tensor, with_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         out = torch.empty_like(q) if plan.covered else torch.zeros_like(q)
         dtype = torch.promote_types(q.dtype, torch.float32)
         lse = q.new_full(q.shape[:2], -math.inf, dtype=dtype) if with_lse else None
         for tile_class in plan.classes:
-            part, part_lse = self._run_class(plan, tile_class, q, flat, with_lse)
+            part, part_lse = self._run_class(plan, tile_class, q, kv_layer, with_lse)
             rows = tile_class.out_rows if tile_class.out_rows is not None else slice(None)
             out[rows] = part
             if lse is not None and part_lse is not None:
                 lse[rows] = part_lse
         for stream in plan.streams:
-            part, part_lse = self._run_stream(plan, stream, q[stream.rows], flat)
+            part, part_lse = self._run_stream(plan, stream, q[stream.rows], kv_layer)
             out[stream.rows] = part
             if lse is not None:
                 lse[stream.rows] = part_lse
         return out, lse
 
     def _run_class(
-        self, plan: SegmentedPlan, tiles: TileClass, q: Tensor, flat: Tensor, with_lse: bool
+        self, plan: SegmentedPlan, tiles: TileClass, q: Tensor, kv_layer: Tensor, with_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         """out [rows, Hq, D] in q's dtype and the natural lse [rows, Hq] of the rows of a class."""
         shape = plan.shape
@@ -201,7 +227,7 @@ class SegmentedBackend(AttentionBackend):
         outs, lses = [], []
         temp = x.nbytes
         for call in tiles.calls:
-            kv = call.gather(flat, heads, q.dtype)
+            kv, copied = call.keys_values(kv_layer, q.dtype)
             if call.tiles is not None:
                 tile = x.index_select(0, call.tiles)
             else:
@@ -212,7 +238,7 @@ class SegmentedBackend(AttentionBackend):
             outs.append(out)
             lses.append(lse)
             temp += out.nbytes
-            self._note_temp(temp + kv.nbytes)
+            self._note_temp(temp + copied)
         out, lse = self._merge(tiles, outs, lses, with_lse)
         if tiles.unseen is not None:
             out = out.masked_fill(tiles.unseen.unsqueeze(-1), 0.0)
@@ -246,7 +272,7 @@ class SegmentedBackend(AttentionBackend):
         return (weights * out).sum(1), lse.logsumexp(1) if with_lse else None
 
     def _run_stream(
-        self, plan: SegmentedPlan, stream: Stream, q: Tensor, flat: Tensor
+        self, plan: SegmentedPlan, stream: Stream, q: Tensor, kv_layer: Tensor
     ) -> tuple[Tensor, Tensor]:
         """out [n, Hq, D] in q's dtype and the natural lse [n, Hq] of one sequence.
 
@@ -260,7 +286,7 @@ class SegmentedBackend(AttentionBackend):
         for turned, calls in stream.tiles:
             x = turned(q, plan.rotary).view(n, heads, group, shape.head_dim).permute(1, 2, 0, 3)
             for call in calls:
-                kv = call.gather(flat, heads, q.dtype)
+                kv, copied = call.keys_values(kv_layer, q.dtype)
                 if call.mask is None and not call.causal:
                     out, lse = attend(
                         x.reshape(1, heads, group * n, shape.head_dim),
@@ -280,7 +306,7 @@ class SegmentedBackend(AttentionBackend):
                     out, lse = out.transpose(0, 1), lse.transpose(0, 1)
                 if call.blind is not None:
                     lse = lse.masked_fill(call.blind, -math.inf)
-                self._note_temp(x.nbytes * 2 + kv.nbytes + 3 * out.numel() * 4)
+                self._note_temp(x.nbytes * 2 + copied + 3 * out.numel() * 4)
                 if total is None or total_lse is None:
                     total, total_lse = out, lse
                 else:
@@ -308,7 +334,12 @@ class _Planner:
         self.num_rows = np.diff(table.q_indptr)
         max_chunk = np.where(self.num_rows < STREAM_ROWS, MAX_CHUNK, STREAM_CHUNK)
         self.chunks: Chunks = cut(
-            table, shape.num_kv_heads, shape.window, turned=rotary is not None, max_chunk=max_chunk
+            table,
+            shape.num_kv_heads,
+            shape.window,
+            turned=rotary is not None,
+            max_chunk=max_chunk,
+            in_place=shape.group <= IN_PLACE_GROUP,
         )
         rows = table.num_pages * 2 * shape.num_kv_heads * table.page_size
         self.row_dtype = np.int32 if rows < 2**31 else np.int64
@@ -329,9 +360,17 @@ class _Planner:
         tiles = np.flatnonzero(in_class[chunks.tile_sequence])
         members = np.flatnonzero(in_class[chunks.sequence])
         masked = chunks.masked[members]
-        calls, order, seen = [], [], np.zeros((self.table.num_sequences, n), bool)
+        calls: list[Call | SlabCall] = []
+        order: list[Ints] = []
+        seen = np.zeros((self.table.num_sequences, n), bool)
+        for slab in chunks.slabs if n == 1 else ():
+            calls.append(self._slab_call(slab, tiles))
+            produced = np.full(slab.count, -1)
+            produced[slab.at] = slab.chunks
+            order.append(produced)
+            seen[chunks.sequence[slab.chunks]] = True
         for kind in (False, True):
-            of_kind = members[masked == kind]
+            of_kind = members[(masked == kind) & ~chunks.in_place[members]]
             for picked in buckets(chunks.length[of_kind]):
                 picked = of_kind[picked]
                 call, sees = self._call(picked, tiles, n, kind)
@@ -364,8 +403,10 @@ class _Planner:
     def _merge_index(
         self, order: Ints, members: Ints, count: Ints, parts: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        place = np.empty(len(order), np.int64)
-        place[np.searchsorted(members, order)] = np.arange(len(order))
+        """`order` holds the chunk that each part of the calls is, -1 for none."""
+        place = np.empty(len(members), np.int64)
+        of_chunk = np.flatnonzero(order >= 0)
+        place[np.searchsorted(members, order[of_chunk])] = of_chunk
         if (count == parts).all():
             return _index(place, len(order)), None
         slot = np.arange(parts)
@@ -407,6 +448,14 @@ class _Planner:
             mask = self._mask((np.arange(length) < chunks.length[picked, None])[:, None])
         index = None if len(tiles) == 1 else _index(of_tile, len(tiles))
         return Call(self._tensor(rows), (count, length), index, mask, blind), sees
+
+    def _slab_call(self, slab: Slab, tiles: Ints) -> SlabCall:
+        index = None
+        if len(tiles) > 1:
+            of_page = np.zeros(slab.count, np.int64)
+            of_page[slab.at] = np.searchsorted(tiles, self.chunks.tile[slab.chunks])
+            index = _index(of_page, len(tiles))
+        return SlabCall(slab.first, (slab.count, self.table.page_size), index)
 
     def _stream(self, b: int) -> Stream:
         chunks, n = self.chunks, int(self.num_rows[b])

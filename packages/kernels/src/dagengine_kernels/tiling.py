@@ -5,7 +5,8 @@ Knows integers only. Names, from the outside in:
     piece   an extent, clipped to what its sequence sees; cut where visibility starts to depend on the row
     tile    the query rows of one sequence turned by one delta: what a piece is attended with
     run     the pieces of a tile that every row sees whole ("free"), or those that rows differ on ("masked")
-    chunk   at most `MAX_CHUNK` consecutive tokens of a run: one batch entry of an attention call
+    chunk   consecutive tokens of a run, or one whole page read in place: one batch entry of an attention call
+    slab    neighbouring pages that one call reads where they are, as a strided view
 
     views of a sequence whose rows are at first..last:
 
@@ -34,12 +35,31 @@ MAX_CALL = 8192
 """Tokens gathered for one attention call: bounds temporaries whatever the context is."""
 
 
+IN_PLACE_PAGE = 32
+"""From this page size on, decode rows read whole pages in place; smaller ones are faster gathered."""
+
+MIN_SLAB = 8
+"""Pages that a slab must use to be worth a call."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """Pages first..first+count-1; page first + at[i] is chunk chunks[i]; no more than half are not used."""
+
+    first: int
+    count: int
+    at: Ints
+    chunks: Ints
+
+
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The chunks of a batch, ordered by sequence, delta, free before masked, and their tokens.
+    """The chunks of a batch by sequence; of a sequence the gathered ones by delta, free before masked.
 
     Attributes:
         sequence, tile, start, length, masked: [C]; tokens start..start+length-1 of the token arrays.
+        in_place: [C], whole pages that `slabs` read; they have no tokens in the token arrays.
+        slabs: of sequences with one row only.
         tile_sequence, tile_delta: [tiles].
         token_row: [N], row of each token's K of head 0 in the pages seen as [pages * 2 * Hkv * page_size, D].
         token_view: [N] view positions.
@@ -51,6 +71,8 @@ class Chunks:
     start: Ints
     length: Ints
     masked: Bools
+    in_place: Bools
+    slabs: tuple[Slab, ...]
     tile_sequence: Ints
     tile_delta: Ints
     token_row: Ints
@@ -60,13 +82,20 @@ class Chunks:
 
 
 def cut(
-    table: SegmentTable, num_kv_heads: int, window: int | None, *, turned: bool, max_chunk: Ints
+    table: SegmentTable,
+    num_kv_heads: int,
+    window: int | None,
+    *,
+    turned: bool,
+    max_chunk: Ints,
+    in_place: bool,
 ) -> Chunks:
     """Cut a batch into chunks.
 
     Args:
         turned: whether deltas matter (False for layers without positions: one tile per sequence).
         max_chunk: [B], tokens per chunk of each sequence.
+        in_place: whether sequences with one row may read whole pages in slabs.
     """
     num_rows = np.diff(table.q_indptr).astype(np.int64)
     has_rows = num_rows > 0
@@ -110,7 +139,11 @@ def cut(
         order = np.lexsort((delta, sequence))
     sequence, delta, masked = sequence[order], delta[order], masked[order]
     begin, end, row = begin[order], end[order], row[order]
-    return _chunk(table.num_sequences, sequence, delta, masked, begin, end, row, max_chunk)
+    page = np.full(len(sequence), -1)
+    if in_place and table.page_size >= IN_PLACE_PAGE:
+        whole = (end - begin == table.page_size) & (num_rows[sequence] == 1)
+        page[whole] = (row + begin)[whole] // (2 * num_kv_heads * table.page_size)
+    return _chunk(table.num_sequences, sequence, delta, masked, begin, end, row, page, max_chunk)
 
 
 def _chunk(
@@ -121,46 +154,107 @@ def _chunk(
     begin: Ints,
     end: Ints,
     row: Ints,
+    page: Ints,
     max_chunk: Ints,
 ) -> Chunks:
-    """Chunks of ordered pieces."""
+    """Chunks of ordered pieces; `page` is that of a piece which may be read in place, -1 for the others."""
+    new_tile = np.ones(len(sequence), bool)
+    new_tile[1:] = (sequence[1:] != sequence[:-1]) | (delta[1:] != delta[:-1])
+    tiles = np.flatnonzero(new_tile)
+    tile = np.cumsum(new_tile) - 1
+    tile_sequence, tile_delta = sequence[tiles], delta[tiles]
+
+    slabs = _slabs(page)
+    placed = np.concatenate([np.zeros(0, np.int64), *(slab.chunks for slab in slabs)])
+    placed_tile = tile[placed]
+    if len(placed):
+        kept = np.ones(len(sequence), bool)
+        kept[placed] = False
+        tile, masked, begin, end, row = tile[kept], masked[kept], begin[kept], end[kept], row[kept]
+
     length = end - begin
     total = int(length.sum())
     start = np.cumsum(length) - length
     token_view = np.repeat(begin - start, length) + np.arange(total)
     token_row = token_view + np.repeat(row, length)
 
-    new_tile = np.ones(len(sequence), bool)
-    new_tile[1:] = (sequence[1:] != sequence[:-1]) | (delta[1:] != delta[:-1])
-    new_run = new_tile.copy()
-    new_run[1:] |= masked[1:] != masked[:-1]
-    tiles = np.flatnonzero(new_tile)
+    new_run = np.ones(len(tile), bool)
+    new_run[1:] = (tile[1:] != tile[:-1]) | (masked[1:] != masked[:-1])
     runs = np.flatnonzero(new_run)
-    tile_of_run = np.cumsum(new_tile)[runs] - 1
+    run_tile = tile[runs]
     run_start = start[runs]
-    run_length = np.diff(np.append(run_start, total))
+    run_length = np.diff(run_start, append=total)
 
     # Chunks of a run are as equal as they can be, so that calls need little padding.
-    count = -(-run_length // max_chunk[sequence[runs]])
+    count = -(-run_length // max_chunk[tile_sequence[run_tile]])
     size = -(-run_length // np.maximum(count, 1))
     run = np.repeat(np.arange(len(runs)), count)
     ordinal = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
     offset = ordinal * size[run]
-    chunk_sequence = sequence[runs][run]
+    chunk_tile = run_tile[run]
+    chunk_start = run_start[run] + offset
+    chunk_length = np.minimum(size[run], run_length[run] - offset)
+    chunk_masked = masked[runs][run]
+    in_place = np.zeros(len(run), bool)
+    if len(placed):
+        chunk_tile = np.concatenate((chunk_tile, placed_tile))
+        order = np.argsort(tile_sequence[chunk_tile], kind="stable")
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        taken = len(run)
+        for i, slab in enumerate(slabs):
+            chunks = place[taken : taken + len(slab.chunks)]
+            taken += len(chunks)
+            slabs[i] = Slab(slab.first, slab.count, slab.at, chunks)
+        nothing = np.zeros(len(placed), np.int64)
+        chunk_tile = chunk_tile[order]
+        chunk_start = np.concatenate((chunk_start, nothing))[order]
+        chunk_length = np.concatenate((chunk_length, nothing))[order]
+        chunk_masked = np.concatenate((chunk_masked, nothing.astype(bool)))[order]
+        in_place = order >= len(run)
+    chunk_sequence = tile_sequence[chunk_tile]
     sequences = np.arange(num_sequences + 1)
     return Chunks(
         sequence=chunk_sequence,
-        tile=tile_of_run[run],
-        start=run_start[run] + offset,
-        length=np.minimum(size[run], run_length[run] - offset),
-        masked=masked[runs][run],
-        tile_sequence=sequence[tiles],
-        tile_delta=delta[tiles],
+        tile=chunk_tile,
+        start=chunk_start,
+        length=chunk_length,
+        masked=chunk_masked,
+        in_place=in_place,
+        slabs=tuple(slabs),
+        tile_sequence=tile_sequence,
+        tile_delta=tile_delta,
         token_row=token_row,
         token_view=token_view,
-        first_tile=np.searchsorted(sequence[tiles], sequences),
+        first_tile=np.searchsorted(tile_sequence, sequences),
         first_chunk=np.searchsorted(chunk_sequence, sequences),
     )
+
+
+def _slabs(page: Ints) -> list[Slab]:
+    """Slabs over the pieces whose page is not -1; `chunks` are indices of pieces.
+
+    Several pieces may want the same page: the k-th of them is in the k-th layer of slabs. Pages that are not
+    worth a slab are left out, to be gathered.
+    """
+    wanted = np.flatnonzero(page >= 0)
+    if len(wanted) < MIN_SLAB:
+        return []
+    wanted = wanted[np.argsort(page[wanted], kind="stable")]
+    pages = page[wanted]
+    fresh = np.diff(pages, prepend=-1) != 0
+    first = np.flatnonzero(fresh)
+    layer = np.arange(len(pages)) - np.repeat(first, np.diff(first, append=len(pages)))
+    if layer.any():
+        order = np.argsort(layer, kind="stable")
+        wanted, pages, layer = wanted[order], pages[order], layer[order]
+    breaks = np.flatnonzero((np.diff(pages) > 2) | (np.diff(layer) != 0)) + 1
+    slabs = []
+    for begin, end in zip([0, *breaks.tolist()], [*breaks.tolist(), len(pages)], strict=True):
+        if end - begin >= MIN_SLAB:
+            at = pages[begin:end] - pages[begin]
+            slabs.append(Slab(int(pages[begin]), int(at[-1]) + 1, at, wanted[begin:end]))
+    return slabs
 
 
 def buckets(length: Ints) -> list[Ints]:
