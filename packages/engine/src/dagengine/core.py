@@ -302,9 +302,13 @@ class EngineCore:
     def num_preemptions(self) -> int:
         return self._scheduler.num_preemptions
 
-    def temp_bytes(self) -> dict[str, int]:
-        """Peak temporary bytes of each attention backend in use."""
-        return {name: backend.temp_bytes for name, backend in self._backends.items()}
+    def temp_bytes(self, *, reset: bool = False) -> dict[str, int]:
+        """Peak temporary bytes of each attention backend in use, since the last reset; `reset` makes this one."""
+        peaks = {name: backend.temp_bytes for name, backend in self._backends.items()}
+        if reset:
+            for backend in self._backends.values():
+                backend.reset_stats()
+        return peaks
 
     def take_events(self) -> list[Event]:
         """What happened outside of a step, such as a cancellation."""
