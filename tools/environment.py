@@ -50,7 +50,7 @@ def ensure(level: str) -> None:
         say("installing (the first time takes a few minutes and about 1.2 GB, mostly PyTorch)")
         started = time.monotonic()
         files = [part for name in LEVELS[level] for part in ("-r", name)]
-        quiet = [] if sys.stdout.isatty() else ["--quiet"]
+        quiet = [] if sys.stdout.isatty() else ["-qq"]
         run(
             [str(python()), "-m", "pip", "install", "--disable-pip-version-check", *quiet, *files],
             "look at pip's message above; it needs a package index that it can reach. "
