@@ -9,6 +9,8 @@ import hashlib
 import json
 import logging
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,11 +143,13 @@ def assemble(
     tokenizer: Tokenizer | None = None,
     observer: Observer | None = None,
     adapter: ModelAdapter | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> EngineCore:
     """Put an engine core around a loaded model.
 
     Args:
         identity: stands for the weights in the signature of every state.
+        clock: seconds that only grow; the states' times to live are measured by it.
     """
     device = device or torch.device("cpu")
     max_model_len = config.max_model_len or geometry.max_positions
@@ -166,7 +170,7 @@ def assemble(
     if len(kv_heads) != 1:
         raise DagError("unsupported", "layers with different KV shapes are not supported", "model")
     num_pages = config.kv_pages or _pages(geometry, config, dtype, max_model_len)
-    store = KVStore(num_pages, config.page_size)
+    store = KVStore(num_pages, config.page_size, clock=clock)
     arena = TorchArena(
         geometry.num_layers,
         num_pages,

@@ -1,4 +1,4 @@
-"""Worked cases, laid out: what each node of a graph of lengths sees, passes on, and at which positions. No model."""
+"""Worked cases, laid out: what each node of a graph of lengths sees, passes on, and where. No model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .errors import DagError, as_dag_error
 def explain_case(case: Case) -> dict[str, dict[str, Any]]:
     """Per node: `visible`, `passed`, and its layouts, in the shape of a cases file's `expected`.
 
-    Where no node names a policy the layouts are `linear` and `native`, each with every node under that policy;
-    where one does it is `as_given`, and a node that names none is linear.
+    Where no node names a policy the layouts are `linear` and `native`, each with every node under that
+    policy; where one does it is `as_given`, and a node that names none is linear.
 
     Raises:
         DagError: a refusal of the graph, or of a policy; the field begins with `nodes[i]`.

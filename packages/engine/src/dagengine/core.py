@@ -43,7 +43,7 @@ class _Running:
 
     Attributes:
         parents: ids of requests of the same submission that it waits for.
-        held: nodes of finished parents, held until this request began.
+        targets: what its references name, by index, and the first tokens held of it until this request began.
         children: ids of requests that wait for it.
     """
 
@@ -51,7 +51,7 @@ class _Running:
     submitted: float
     arrival: int
     parents: set[str] = field(default_factory=set)
-    held: dict[str, NodeRecord] = field(default_factory=dict)
+    targets: dict[int, tuple[ResolvedRef, int | None]] = field(default_factory=dict)
     children: list[str] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -122,22 +122,27 @@ class EngineCore:
         """
         self._check_queue(len(requests))
         earlier: dict[str, Request] = {}
-        for request in requests:
-            if request.id in earlier:
-                raise DagError("invalid_request", f"two requests are called {request.id!r}", "id")
-            self.check(request)
-            for index, ref in enumerate(request.context):
-                field_name = f"context[{index}]"
-                if ref.request is None:
-                    self.preparer.resolve(ref, index, request.salt)
-                elif ref.request not in earlier:
-                    raise DagError("cycle", f"{ref.request!r} is no earlier request", f"{field_name}.request")
-                elif (parent := earlier[ref.request].sampling) is not None and parent.n > 1:
-                    raise DagError("invalid_request", "a request with n > 1 cannot be read", f"{field_name}.request")
-            earlier[request.id] = request
         now = time.perf_counter()
-        for request in requests:
-            running = _Running(request, now, next(self._arrivals))
+        accepted: list[_Running] = []
+        try:
+            for request in requests:
+                if request.id in earlier:
+                    raise DagError("invalid_request", f"two requests are called {request.id!r}", "id")
+                self.check(request)
+                accepted.append(_Running(request, now, next(self._arrivals)))
+                for index, ref in enumerate(request.context):
+                    if ref.request is None:
+                        target = self.preparer.resolve(ref, index, request.salt)
+                        self._hold_target(accepted[-1], index, target, target.at)
+                    else:
+                        _check_parent(ref.request, earlier, f"context[{index}].request")
+                earlier[request.id] = request
+        except DagError:
+            for running in accepted:
+                self._release_targets(running)
+            raise
+        for running in accepted:
+            request = running.request
             running.parents = {ref.request for ref in request.context if ref.request is not None}
             self._requests[request.id] = running
             for parent in sorted(running.parents):
@@ -209,13 +214,7 @@ class EngineCore:
         if running is None or running.parents or running.sequences:
             return
         try:
-            refs = []
-            for index, ref in enumerate(running.request.context):
-                if ref.request is None:
-                    refs.append(self.preparer.resolve(ref, index, running.request.salt))
-                else:
-                    refs.append(ResolvedRef(running.held[ref.request], ref.at, ref))
-            self._begin(running, refs)
+            self._begin(running, [running.targets[i][0] for i in range(len(running.request.context))])
         except DagError as error:
             self._finish(running, error)
 
@@ -236,9 +235,7 @@ class EngineCore:
             raise
         running.sequences = sequences
         self._requests[request.id] = running
-        for node in running.held.values():
-            self.store.unhold(node)
-        running.held.clear()
+        self._release_targets(running)
         for sequence in sequences:
             self._scheduler.add(sequence)
 
@@ -491,8 +488,24 @@ class EngineCore:
         for child_id in running.children:
             child = self._requests.get(child_id)
             if child is not None:
-                self.store.hold(node)
-                child.held[running.request.id] = node
+                for index, ref in enumerate(child.request.context):
+                    if ref.request == running.request.id:
+                        self._hold_target(child, index, ResolvedRef(node, ref.at, ref), None)
+
+    def _hold_target(self, running: _Running, index: int, target: ResolvedRef, at: int | None) -> None:
+        """Keep what a waiting request will read, whoever else lets go of it. Raises DagError `state_released`."""
+        assert isinstance(target.node, NodeRecord)
+        try:
+            self.store.hold(target.node, at)
+        except Exception as error:
+            raise as_dag_error(error, f"context[{index}].state") from None
+        running.targets[index] = target, at
+
+    def _release_targets(self, running: _Running) -> None:
+        for target, at in running.targets.values():
+            assert isinstance(target.node, NodeRecord)
+            self.store.unhold(target.node, at)
+        running.targets.clear()
 
     def _choice(self, running: _Running, sequence: Sequence, state: str | None) -> Choice:
         prepared = running.prepared
@@ -543,9 +556,7 @@ class EngineCore:
             if sequence.index not in running.choices:
                 self._scheduler.remove(sequence)
                 self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
-        for node in running.held.values():
-            self.store.unhold(node)
-        running.held.clear()
+        self._release_targets(running)
         if error is not None:
             for choice in running.choices.values():
                 if choice.dag.state is not None:
@@ -588,6 +599,14 @@ class EngineCore:
             except Exception as error:
                 raise DagError("unsupported", str(error), "backend") from None
         return self._backends[name]
+
+
+def _check_parent(parent_id: str, earlier: Mapping[str, Request], field_name: str) -> None:
+    if parent_id not in earlier:
+        raise DagError("cycle", f"{parent_id!r} is no earlier request", field_name)
+    sampling = earlier[parent_id].sampling
+    if sampling is not None and sampling.n > 1:
+        raise DagError("invalid_request", "a request with n > 1 cannot be read", field_name)
 
 
 def default_backend(name: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import count
 
-from dagengine_kvstore import KVStore, Lease, NodeRecord, NotResident, OutOfPages, Read
+from dagengine_kvstore import KVStore, Lease, NodeRecord, NotResident, OutOfPages, Read, RestoreWriter
 
 from .config import EngineConfig
 from .errors import DagError
@@ -29,13 +29,14 @@ class _Restoring:
     """The evicted context of `owner` being brought back.
 
     Attributes:
-        stack: nodes still to be computed, each needed by the one below it.
+        stack: nodes still to be computed, each needed by the one below it. Their writers hold what they read: of what
+            a sealed node digested nothing else may.
         leases: what must stay resident meanwhile, by (node, start, stop).
         job: the restore that runs now.
     """
 
     owner: Sequence
-    stack: list[NodeRecord] = field(default_factory=list)
+    stack: list[RestoreWriter] = field(default_factory=list)
     leases: dict[tuple[int, int, int], Lease] = field(default_factory=dict)
     job: Restore | None = None
 
@@ -97,20 +98,21 @@ class Scheduler:
             if admitted is None:
                 break
             budget -= admitted
+        chosen, self._chunks = self._chunks, {}
         return [
             Chunk(work, size, tuple(work.writer.append(work.tokens[work.computed : work.computed + size])))
-            for work, size in self._chunks.values()
+            for work, size in chosen.values()
         ]
 
     def finish_restore(self, work: Restore) -> None:
         """A restore computed its last token: its node is resident again, and stays so for its owner."""
-        assert self._restoring is not None and self._restoring.job is work and work.node is not None
+        assert self._restoring is not None and self._restoring.job is work
         state = self._restoring
-        work.writer.finish()  # type: ignore[union-attr]
-        assert state.stack[-1] is work.node
-        state.stack.pop()
+        assert state.stack[-1] is work.writer
+        state.stack.pop().finish()
         state.job = None
-        self._hold(state, state.stack[-1].recipe.reads if state.stack else state.owner.reads)
+        self._release_unneeded(state)
+        self._hold(state, state.stack[-1].node.reads if state.stack else state.owner.reads)
         self._retire(work)
         state.owner.restored += len(work.tokens)
         self.num_restores += 1
@@ -222,32 +224,30 @@ class Scheduler:
                 missing = self._hold(state, owner.reads)
                 if not missing:
                     return
-                state.stack.append(missing[0])
-            node = state.stack[-1]
-            missing = self._hold(state, node.recipe.reads)
+                state.stack.append(self._store.restore(missing[0]))
+            writer = state.stack[-1]
+            missing = self._hold(state, writer.node.reads)
             if missing:
-                state.stack.append(missing[0])
+                state.stack.append(self._store.restore(missing[0]))
                 continue
-            if self._start_restore(state, node) or self._restoring is not state:
+            if self._start_restore(state, writer) or self._restoring is not state:
                 return
 
     def _hold(self, state: _Restoring, reads: SequenceOf[Read]) -> list[NodeRecord]:
         """Lease what is resident of `reads` until the owner runs; return the nodes that are not."""
         missing: list[NodeRecord] = []
         for read in reads:
-            key = (read.node.uid, read.start, read.stop)
-            if key in state.leases:
+            if _key(read) in state.leases:
                 continue
             try:
-                state.leases[key] = self._store.lease([read])
+                state.leases[_key(read)] = self._store.lease([read])
             except NotResident as error:
                 missing += error.nodes
         return missing
 
-    def _start_restore(self, state: _Restoring, node: NodeRecord) -> bool:
-        lease = self._store.lease(node.recipe.reads)
-        self._release_unneeded(state)
-        writer = self._store.restore(node)
+    def _start_restore(self, state: _Restoring, writer: RestoreWriter) -> bool:
+        node = writer.node
+        lease = self._store.lease(node.reads)
         job = Restore(
             id=next(self._work_ids),
             order=state.owner.order,
@@ -257,9 +257,8 @@ class Scheduler:
             computed=writer.num_tokens,
             writer=writer,
             lease=lease,
-            context=context_extents(node.recipe.reads, lease),
+            context=context_extents(node.reads, lease),
             phase=Phase.RUNNING,
-            node=node,
         )
         while True:
             try:
@@ -269,7 +268,6 @@ class Scheduler:
                 if later:
                     self._preempt(later[-1])
                     continue
-                writer.abort()
                 lease.release()
                 owner = state.owner
                 self._end_restoring()
@@ -285,11 +283,11 @@ class Scheduler:
         return True
 
     def _release_unneeded(self, state: _Restoring) -> None:
-        """Let go of what only nodes already restored had to read."""
-        needed = {read.node.uid for read in state.owner.reads}
-        for node in state.stack:
-            needed |= {read.node.uid for read in node.recipe.reads}
-        for key in [key for key in state.leases if key[0] not in needed]:
+        """Let go of what only nodes already restored had to read; nothing may hold that any more."""
+        needed = {_key(read) for read in state.owner.reads}
+        for writer in state.stack:
+            needed |= {_key(read) for read in writer.node.reads}
+        for key in state.leases.keys() - needed:
             state.leases.pop(key).release()
 
     def _end_restoring(self) -> None:
@@ -298,8 +296,9 @@ class Scheduler:
             return
         if state.job is not None:
             self._chunks.pop(state.job.id, None)
-            state.job.writer.abort()
             self._retire(state.job)
+        for writer in reversed(state.stack):
+            writer.abort()
         for lease in state.leases.values():
             lease.release()
 
@@ -313,6 +312,10 @@ class Scheduler:
             work.lease.release()
             work.lease = None
         self._forget(work)
+
+
+def _key(read: Read) -> tuple[int, int, int]:
+    return read.node.uid, read.start, read.stop
 
 
 def _never_fits(sequence: Sequence) -> DagError:

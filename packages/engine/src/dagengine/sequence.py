@@ -84,8 +84,6 @@ class Work:
 class Restore(Work):
     """An evicted node computed again from its recipe, on behalf of a waiting sequence."""
 
-    node: NodeRecord | None = None
-
 
 @dataclass(eq=False)
 class Sequence(Work):

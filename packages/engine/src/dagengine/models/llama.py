@@ -31,7 +31,7 @@ def _layer(geometry: ModelGeometry, source: WeightSource, index: int) -> Decoder
     def linear(names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> Linear:
         weight = [source.take(f"{n}.weight", (r, columns)) for n, r in zip(names, rows, strict=True)]
         biases = [source.take(f"{n}.bias", (r,)) for n, r in zip(names, rows, strict=True)] if bias else None
-        return Linear(torch.cat(weight), torch.cat(biases) if biases else None)
+        return Linear.from_checkpoint(torch.cat(weight), torch.cat(biases) if biases else None)
 
     def norm(name: str, size: int) -> RMSNorm:
         return RMSNorm(source.take(f"{name}.weight", (size,)), eps)
