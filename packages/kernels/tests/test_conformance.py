@@ -22,10 +22,19 @@ class TestReferenceFloat32(AttentionBackendConformance):
 
 
 class TestSegmented(AttentionBackendConformance):
-    random_cases = 60
+    random_cases = 40
 
     def make_backend(self):
         return get_backend("segmented")
+
+
+class TestSegmentedInPlace(AttentionBackendConformance):
+    """Every whole page that can be is read in place, however few there are."""
+
+    random_cases = 40
+
+    def make_backend(self):
+        return get_backend("segmented", in_place_tokens=1, in_place_page_size=1)
 
 
 class TestPacked(AttentionBackendConformance):

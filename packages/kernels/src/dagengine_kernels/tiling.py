@@ -31,20 +31,13 @@ Bools = NDArray[np.bool_]
 MAX_CHUNK = 512
 """Tokens per chunk: the key block of torch's flash kernel."""
 
-MAX_CALL = 8192
+MAX_CALL = 4096
 """Tokens gathered for one attention call: bounds temporaries whatever the context is."""
-
-
-IN_PLACE_PAGE = 32
-"""From this page size on, decode rows read whole pages in place; smaller ones are faster gathered."""
-
-MIN_SLAB = 8
-"""Pages that a slab must use to be worth a call."""
 
 
 @dataclass(frozen=True, eq=False)
 class Slab:
-    """Pages first..first+count-1; page first + at[i] is chunk chunks[i]; no more than half are not used."""
+    """Pages first..first+count-1; page first + at[i] is chunk chunks[i]; at least 4 of 5 are used."""
 
     first: int
     count: int
@@ -88,14 +81,14 @@ def cut(
     *,
     turned: bool,
     max_chunk: Ints,
-    in_place: bool,
+    in_place_pages: int | None,
 ) -> Chunks:
     """Cut a batch into chunks.
 
     Args:
         turned: whether deltas matter (False for layers without positions: one tile per sequence).
         max_chunk: [B], tokens per chunk of each sequence.
-        in_place: whether sequences with one row may read whole pages in slabs.
+        in_place_pages: pages that make a slab for sequences with one row; None for no slabs.
     """
     num_rows = np.diff(table.q_indptr).astype(np.int64)
     has_rows = num_rows > 0
@@ -140,10 +133,12 @@ def cut(
     sequence, delta, masked = sequence[order], delta[order], masked[order]
     begin, end, row = begin[order], end[order], row[order]
     page = np.full(len(sequence), -1)
-    if in_place and table.page_size >= IN_PLACE_PAGE:
+    if in_place_pages is not None:
         whole = (end - begin == table.page_size) & (num_rows[sequence] == 1)
         page[whole] = (row + begin)[whole] // (2 * num_kv_heads * table.page_size)
-    return _chunk(table.num_sequences, sequence, delta, masked, begin, end, row, page, max_chunk)
+    return _chunk(
+        table.num_sequences, sequence, delta, masked, begin, end, row, page, max_chunk, in_place_pages or 0
+    )
 
 
 def _chunk(
@@ -156,6 +151,7 @@ def _chunk(
     row: Ints,
     page: Ints,
     max_chunk: Ints,
+    min_slab: int,
 ) -> Chunks:
     """Chunks of ordered pieces; `page` is that of a piece which may be read in place, -1 for the others."""
     new_tile = np.ones(len(sequence), bool)
@@ -164,7 +160,7 @@ def _chunk(
     tile = np.cumsum(new_tile) - 1
     tile_sequence, tile_delta = sequence[tiles], delta[tiles]
 
-    slabs = _slabs(page)
+    slabs = _slabs(page, min_slab)
     placed = np.concatenate([np.zeros(0, np.int64), *(slab.chunks for slab in slabs)])
     placed_tile = tile[placed]
     if len(placed):
@@ -231,14 +227,14 @@ def _chunk(
     )
 
 
-def _slabs(page: Ints) -> list[Slab]:
+def _slabs(page: Ints, min_slab: int) -> list[Slab]:
     """Slabs over the pieces whose page is not -1; `chunks` are indices of pieces.
 
     Several pieces may want the same page: the k-th of them is in the k-th layer of slabs. Pages that are not
     worth a slab are left out, to be gathered.
     """
     wanted = np.flatnonzero(page >= 0)
-    if len(wanted) < MIN_SLAB:
+    if len(wanted) < max(min_slab, 1):
         return []
     wanted = wanted[np.argsort(page[wanted], kind="stable")]
     pages = page[wanted]
@@ -251,8 +247,8 @@ def _slabs(page: Ints) -> list[Slab]:
     breaks = np.flatnonzero((np.diff(pages) > 2) | (np.diff(layer) != 0)) + 1
     slabs = []
     for begin, end in zip([0, *breaks.tolist()], [*breaks.tolist(), len(pages)], strict=True):
-        if end - begin >= MIN_SLAB:
-            at = pages[begin:end] - pages[begin]
+        at = pages[begin:end] - pages[begin]
+        if end - begin >= max(min_slab, 0.8 * (at[-1] + 1)):
             slabs.append(Slab(int(pages[begin]), int(at[-1]) + 1, at, wanted[begin:end]))
     return slabs
 
