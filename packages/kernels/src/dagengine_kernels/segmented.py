@@ -1,9 +1,9 @@
 """Control path B: attention per segment with turned queries, then an LSE merge. K stays as it is stored.
 
-The plan (segmented_plan.py) says which calls to make. The parts of a tile class are merged together; the chunks of
-a stream are attended one after another and merged as they come, so that temporaries stay bounded. A call reads only
-tokens of the slices; padding repeats such a token, so what lies beside a slice is never touched. Decode rows read
-runs of whole pages in place.
+The plan (segmented_plan.py) says which calls to make. The parts of a tile class are merged together; the
+chunks of a stream are attended one after another and merged as they come, so that temporaries stay bounded.
+A call reads only tokens of the slices; padding repeats such a token, so what lies beside a slice is never
+touched. Decode rows read runs of whole pages in place.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What `segmented` prepares once per step: the chunks of a batch as attention calls over index tensors.
 
-Knows tables, shapes and the rows of the rotary table; never sees q or the pages. Sequences with few rows (decode,
-short prompts) of equal row count share their calls: a *tile class*. A sequence with many rows is a *stream*.
+Knows tables, shapes and the rows of the rotary table; never sees q or the pages. Sequences with few rows
+(decode, short prompts) of equal row count share their calls: a *tile class*. One with many is a *stream*.
 """
 
 from __future__ import annotations
