@@ -1,0 +1,144 @@
+"""From the bytes of a body to a checked value: whatever the bytes, that or a DagError naming the field."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from reprlib import repr as shortened
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from dagengine import DagError
+
+from .protocol import Message
+
+Body = TypeVar("Body", bound=BaseModel)
+SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+async def read_json(request: Request, *, optional: bool = False) -> Any:
+    """The body's JSON value; None for an empty body where it is optional.
+
+    Raises:
+        DagError: `unsupported_media_type`, `body_too_large`, or `invalid_request` for what is no JSON.
+    """
+    data = await request.body()
+    if optional and not data:
+        return None
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise DagError("unsupported_media_type", "send the body as application/json", "Content-Type")
+    return parse_json(data)
+
+
+def parse_json(data: bytes) -> Any:
+    """Strict JSON in UTF-8: no NaN, no number beyond a double, no half surrogate pairs."""
+    try:
+        text = data.decode()
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+    except RecursionError:
+        raise DagError("invalid_request", "the body's JSON is nested too deeply") from None
+    except ValueError as error:
+        raise DagError("invalid_request", f"the body is no JSON: {error}") from None
+    if SURROGATE_ESCAPE.search(text):
+        _require_unicode(value)
+    return value
+
+
+def parse_body(model: type[Body], value: Any, path: str = "") -> Body:
+    """The value as `model`. Raises DagError `invalid_request` or `unsupported`, naming the field."""
+    if not isinstance(value, dict):
+        raise DagError("invalid_request", f"a JSON object is needed, not {_shown(value)}", path or None)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+    where = _path(found["loc"], value)
+    if found["type"] in ("unknown_field", "unsupported_field"):
+        code = "invalid_request" if found["type"] == "unknown_field" else "unsupported"
+        where = _join(where, str(found["ctx"]["name"]))
+        raise DagError(code, found["msg"], _join(path, where))
+    message = found["msg"][0].lower() + found["msg"][1:]
+    if found["type"] == "missing":
+        raise DagError("invalid_request", f"{where} is required", _join(path, where))
+    raise DagError("invalid_request", f"{message}, not {_shown(found['input'])}", _join(path, where) or None)
+
+
+def check_messages(messages: Any, path: str, *, names: bool) -> None:
+    """Every message has a role, a content and nothing that would be ignored.
+
+    Args:
+        names: whether the chat template uses the names of messages.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise DagError("invalid_request", "send at least one message", path)
+    for index, message in enumerate(messages):
+        here = f"{path}[{index}]"
+        checked = parse_body(Message, dict(message) if isinstance(message, Mapping) else message, here)
+        if checked.name is not None and not names:
+            raise DagError("unsupported", "this model's chat template uses no names", f"{here}.name")
+
+
+def plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """Messages without the fields that hold nothing."""
+    kept = ("role", "content", "name")
+    return [{name: message[name] for name in kept if message.get(name) is not None} for message in messages]
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is beyond a double")
+    return value
+
+
+def _require_unicode(value: Any) -> None:
+    stack: list[tuple[str, Any]] = [("", value)]
+    while stack:
+        path, item = stack.pop()
+        if isinstance(item, str):
+            if not _is_unicode(item):
+                message = "the text holds a lone surrogate, which is no character"
+                raise DagError("invalid_request", message, path or None)
+        elif isinstance(item, list):
+            stack += [(f"{path}[{index}]", member) for index, member in reversed(list(enumerate(item)))]
+        elif isinstance(item, dict):
+            for name, member in reversed(item.items()):
+                if not _is_unicode(name):
+                    raise DagError("invalid_request", "a field's name holds a lone surrogate", path or None)
+                stack.append((_join(path, name), member))
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _path(loc: tuple[int | str, ...], value: Any) -> str:
+    """The location as a JSON path; parts that name a branch of a union address nothing and are left out."""
+    path = ""
+    for index, part in enumerate(loc):
+        last = index == len(loc) - 1
+        if isinstance(value, Mapping) and isinstance(part, str) and (part in value or last):
+            path, value = _join(path, part), value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            path, value = f"{path}[{part}]", value[part]
+    return path
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _shown(value: Any) -> str:
+    try:
+        return shortened(value)
+    except ValueError:
+        return "an integer of thousands of digits"

@@ -1,0 +1,103 @@
+"""`serve`: a process around an application. Signals, sockets and the order of shutting down live here.
+
+SIGTERM, SIGINT ─► ready 503, new requests 503 ─► what runs ends, or is cancelled after the timeout ─► exit 0
+the second one  ─► cancelled now
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from dagengine import DagError
+
+from .service import Service
+
+log = logging.getLogger("dagengine.server")
+POLL_S = 0.05
+LAST_ANSWERS_S = 5.0
+
+
+def serve(
+    app: FastAPI,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    shutdown_timeout_s: float = 30.0,
+    log_level: str = "info",
+    log_config: dict[str, Any] | None = None,
+    access_log: bool = False,
+) -> int:
+    """Serve until told to stop, then close the engine. Blocks.
+
+    Args:
+        port: 0 takes a free one, which uvicorn logs.
+        shutdown_timeout_s: how long running requests may take to end once the server was told to stop.
+        log_config: a `logging.config.dictConfig`; None leaves uvicorn's.
+
+    Returns:
+        The exit status: 0, or 1 if the server could not start.
+    """
+    options: dict[str, Any] = {} if log_config is None else {"log_config": log_config}
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_level=log_level.lower(),
+        access_log=access_log,
+        timeout_graceful_shutdown=int(LAST_ANSWERS_S),
+        server_header=False,
+        **options,
+    )
+    server = DrainingServer(config, app.state.service, shutdown_timeout_s)
+    try:
+        server.run()
+    except SystemExit:
+        return 1
+    finally:
+        app.state.service.engine.close()
+    return 0 if server.started else 1
+
+
+class DrainingServer(uvicorn.Server):
+    """A uvicorn server whose first signal drains and whose second one cancels."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, shutdown_timeout_s: float) -> None:
+        super().__init__(config)
+        self._service, self._timeout_s = service, shutdown_timeout_s
+        self._signals = 0
+        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[Any] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called in the main thread; what follows runs on the event loop."""
+        self._signals += 1
+        self._service.draining = True
+        if self._loop is None:
+            self.should_exit = True
+        elif self._drain is None:
+            self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        if self._drain is None:
+            self._drain = asyncio.get_running_loop().create_task(self._drained())
+
+    async def _drained(self) -> None:
+        service, deadline = self._service, time.monotonic() + self._timeout_s
+        log.info("shutting down: %d requests may take %g seconds", service.open_requests, self._timeout_s)
+        while service.open_requests and self._signals < 2 and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        if service.open_requests:
+            log.warning("shutting down: %d requests are cancelled", service.open_requests)
+            service.cancel_all(DagError("draining", "the server is shutting down"))
+        self.should_exit = True

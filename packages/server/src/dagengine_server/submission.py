@@ -1,0 +1,168 @@
+"""One HTTP request's share of the engine: submitted, followed, and ended whatever becomes of its client.
+
+Lives on the event loop. Every engine request of it ends exactly once here: finished, refused, or cancelled.
+States that nobody was told of are released, so that a client that leaves leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+
+from dagengine import DagError
+from dagengine.async_engine import EngineThread
+from dagengine.request import Event, FinishedEvent, Request
+
+Observe = Callable[[Event, Request, float], None]
+Locate = Callable[[str, DagError], DagError]
+
+
+class Submission:
+    """Requests that belong to one HTTP request.
+
+    Args:
+        observe: sees every event with its request and the seconds since the event before, refusals and
+            cancellations included.
+        locate: puts the error of a request (by its id) into the caller's terms.
+        together: the requests may refer to each other, earlier ones first; otherwise each stands alone.
+        timeout_s: what has not finished by then ends with `timeout`.
+    """
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        requests: Sequence[Request],
+        observe: Observe,
+        *,
+        locate: Locate = lambda request_id, error: error,
+        together: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._engine, self._observe, self._locate, self._together = engine, observe, locate, together
+        self.requests = tuple(requests)
+        self._timeout_s = timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._open = {request.id: request for request in requests}
+        self._last: dict[tuple[str, int], float] = {}
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._undelivered: dict[str, tuple[str, ...]] = {}
+        self._loop = asyncio.get_running_loop()
+        if timeout_s is not None:
+            self._timer = self._loop.call_later(timeout_s, self.cancel, self._timed_out())
+
+    async def start(self) -> None:
+        """Submit. Raises DagError, the first refusal of the submission; nothing of it runs then."""
+        groups = [self.requests] if self._together else [(request,) for request in self.requests]
+        accepted = [asyncio.wrap_future(self._engine.submit(group, self._forward)) for group in groups]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                results = await asyncio.gather(*accepted, return_exceptions=True)
+        except TimeoutError:
+            self.close()
+            raise self._timed_out() from None
+        except BaseException:
+            self.close()
+            raise
+        for (request, *_), result in zip(groups, results, strict=True):
+            if isinstance(result, DagError):
+                if self._open.pop(request.id, None) is not None:
+                    self._observe(FinishedEvent(request.id, (), result), request, 0.0)
+                self.close()
+                raise self._locate(request.id, result)
+            if isinstance(result, BaseException):
+                self.close()
+                raise result
+
+    async def batches(self, silence_s: float) -> AsyncGenerator[list[Event], None]:
+        """All events there are, once there is one; an empty list after `silence_s` seconds of silence."""
+        ended = 0
+        while ended < len(self.requests):
+            try:
+                batch = [await asyncio.wait_for(self._events.get(), silence_s)]
+            except TimeoutError:
+                yield []
+                continue
+            while not self._events.empty():
+                batch.append(self._events.get_nowait())
+            ended += sum(isinstance(event, FinishedEvent) for event in batch)
+            yield batch
+
+    async def results(self) -> list[FinishedEvent]:
+        """Terminal events in the order of the requests, errors included."""
+        found: dict[str, FinishedEvent] = {}
+        while len(found) < len(self.requests):
+            event = await self._events.get()
+            if isinstance(event, FinishedEvent):
+                found[event.request_id] = event
+                if event.error is not None and not self._together:
+                    raise event.error
+        return [found[request.id] for request in self.requests]
+
+    def cancel(self, error: DagError) -> bool:
+        """End what has not finished with `error`. Returns whether there was anything."""
+        ending = list(self._open.values())
+        for request in ending:
+            self._abort(request.id, error)
+            self._take(FinishedEvent(request.id, (), error))
+        return bool(ending)
+
+    def delivered(self, request_id: str | None = None) -> None:
+        """The client was told of the states of one request, or of all."""
+        if request_id is None:
+            self._undelivered.clear()
+        else:
+            self._undelivered.pop(request_id, None)
+
+    def close(self) -> None:
+        """Nobody listens any more: cancel what runs, release what nobody was told of."""
+        self.cancel(DagError("cancelled", "the client has left"))
+        if self._timer is not None:
+            self._timer.cancel()
+        undelivered, self._undelivered = self._undelivered, {}
+        for states in undelivered.values():
+            self._release(states)
+
+    def _forward(self, event: Event) -> None:
+        """On the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._receive, event)
+        except RuntimeError:
+            self._abort(event.request_id, DagError("cancelled", "the server has stopped"))
+
+    def _receive(self, event: Event) -> None:
+        """On the event loop."""
+        if event.request_id in self._open:
+            self._take(event)
+        elif isinstance(event, FinishedEvent):
+            self._release(_states(event))
+
+    def _take(self, event: Event) -> None:
+        request = self._open[event.request_id]
+        if isinstance(event, FinishedEvent):
+            del self._open[event.request_id]
+            if states := _states(event):
+                self._undelivered[event.request_id] = states
+            if event.error is not None:
+                event = replace(event, error=self._locate(event.request_id, event.error))
+            gap = 0.0
+        else:
+            now, key = time.perf_counter(), (event.request_id, event.index)
+            gap, self._last[key] = now - self._last.get(key, now), now
+        self._observe(event, request, gap)
+        self._events.put_nowait(event)
+
+    def _timed_out(self) -> DagError:
+        return DagError("timeout", f"the request took longer than {self._timeout_s:g} seconds")
+
+    def _abort(self, request_id: str, error: DagError) -> None:
+        self._engine.post(lambda core: core.abort(request_id, error))
+
+    def _release(self, states: Sequence[str]) -> None:
+        for state in states:
+            self._engine.post(lambda core, state=state: core.release_state(state))  # type: ignore[misc]
+
+
+def _states(event: FinishedEvent) -> tuple[str, ...]:
+    return tuple(choice.dag.state for choice in event.choices if choice.dag.state is not None)
