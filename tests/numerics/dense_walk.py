@@ -1,31 +1,32 @@
 """The definition in float64: each node encoded once, densely, under what it sees and where it sees it.
 
-Shares no code with the engine. Visible tokens come from the brute-force definition of the graph, positions are
-computed token by token from the text of the policies, and K and V are kept per token, K unrotated, so that every
-reader rotates it at the position where it sees it. Llama's mathematics is written out here once more.
+Shares no code with the engine. Visible tokens come from the brute-force definition of the graph, positions
+are computed token by token from what the policies promise, and K and V are kept per token, K unrotated, so
+that every reader rotates it at the position where it sees it. Llama's mathematics is written out once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from dagengine_core_graph import ContextGraph, NodeSpans, Reference
-from dagengine_core_graph import definition
 from torch import Tensor
+
+from dagengine_core_graph import ContextGraph, NodeSpans, Reference, definition
 
 
 class DenseLlama:
     """A Llama without biases, in float64. Tensors by their Hugging Face names."""
 
-    def __init__(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.tensors = {name: tensor.double() for name, tensor in tensors.items()}
-        self.num_layers = int(config["num_hidden_layers"])  # type: ignore[call-overload]
-        self.heads = int(config["num_attention_heads"])  # type: ignore[call-overload]
-        self.kv_heads = int(config["num_key_value_heads"])  # type: ignore[call-overload]
-        self.dim = int(config["head_dim"])  # type: ignore[call-overload]
-        self.eps = float(config["rms_norm_eps"])  # type: ignore[arg-type]
-        self.theta = float(config["rope_theta"])  # type: ignore[arg-type]
+        self.num_layers = int(config["num_hidden_layers"])
+        self.heads = int(config["num_attention_heads"])
+        self.kv_heads = int(config["num_key_value_heads"])
+        self.dim = int(config["head_dim"])
+        self.eps = float(config["rms_norm_eps"])
+        self.theta = float(config["rope_theta"])
 
     def encode(
         self,

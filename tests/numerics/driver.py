@@ -1,35 +1,68 @@
-"""Steps an engine core by hand and keeps what it showed: terminal events, and logits by request and offset."""
+"""Steps an engine core by hand and keeps what it showed: terminal events, logits by request and offset."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from dagengine.build import build_core
-from dagengine.config import EngineConfig
-from dagengine.core import EngineCore
-from dagengine.request import Choice, ContextRef, FinishedEvent, Keep, Request
-from dagengine.sampling import SamplingParams
 from safetensors.torch import save_file
 from torch import Tensor
+
+from dagengine.build import assemble, build_core, read_model
+from dagengine.config import EngineConfig
+from dagengine.core import EngineCore, Observer
+from dagengine.models.registry import model_class
+from dagengine.request import Choice, ContextRef, FinishedEvent, Keep, Request
+from dagengine.sampling import SamplingParams
+from dagengine.tokenizer import Tokenizer
+from dagengine.weights import Closing, SafetensorsSource
+from dagengine_kvstore import KVStoreError
 
 MAX_STEPS = 20_000
 
 
+class LoadedModel:
+    """Weights loaded once, for engine cores of many settings."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = read_model(folder)
+        source = SafetensorsSource(folder, dtype=torch.float32, device=torch.device("cpu"))
+        with Closing(source) as tensors:
+            self.model = model_class(self.files.geometry.architecture).load(self.files.geometry, tensors)
+        self.tokenizer = Tokenizer(folder)
+
+    def core(self, config: EngineConfig, observer: Observer) -> EngineCore:
+        return assemble(
+            self.model,
+            self.files.geometry,
+            config,
+            identity="shared",
+            eos_token_ids=self.files.eos_token_ids,
+            tokenizer=self.tokenizer,
+            observer=observer,
+        )
+
+
 class Driver:
-    """An engine core of a folder.
+    """An engine core, of a folder or of weights that are loaded already.
 
     Attributes:
         logits: request id to own offset (of the token that the logits follow) to logits [vocab].
-        every_step: called after each step.
+        check_every_step: whether the store counts its pages again after each step.
     """
 
-    def __init__(self, folder: Path, **options: object) -> None:
+    def __init__(self, source: Path | LoadedModel, **options: Any) -> None:
         self.logits: dict[str, dict[int, Tensor]] = {}
-        self.core: EngineCore = build_core(folder, EngineConfig(**options), observer=self._observe)  # type: ignore[arg-type]
         self.check_every_step = False
+        config = EngineConfig(**options)
+        self.core: EngineCore = (
+            source.core(config, self._observe)
+            if isinstance(source, LoadedModel)
+            else build_core(source, config, observer=self._observe)
+        )
 
     def run(self, *requests: Request) -> list[FinishedEvent]:
         """Submit requests as one group, step until all ended, and return their terminal events in order."""
@@ -56,8 +89,6 @@ class Driver:
 
     def evict_all(self) -> int:
         """Evict every state that may be evicted. Returns how many pages went."""
-        from dagengine_kvstore import KVStoreError
-
         dropped = 0
         for record in list(self.core.preparer._records.values()):
             if record.sealed and record.held:
@@ -108,7 +139,7 @@ def request(
     )
 
 
-TINY = {
+TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
@@ -135,21 +166,21 @@ def save_tiny_llama(folder: Path, seed: int) -> dict[str, Tensor]:
     """
     generator = torch.Generator().manual_seed(seed)
     hidden, inner, vocab = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
-    queries = TINY["num_attention_heads"] * TINY["head_dim"]  # type: ignore[operator]
-    keys = TINY["num_key_value_heads"] * TINY["head_dim"]  # type: ignore[operator]
+    queries = TINY["num_attention_heads"] * TINY["head_dim"]
+    keys = TINY["num_key_value_heads"] * TINY["head_dim"]
 
-    def matrix(rows: object, columns: object, gain: float = 1.0) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) * gain / columns**0.5  # type: ignore[call-overload, operator]
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) * gain / columns**0.5
 
     def norm() -> Tensor:
-        return 1 + 0.2 * torch.randn(hidden, generator=generator)  # type: ignore[call-overload]
+        return 1 + 0.2 * torch.randn(hidden, generator=generator)
 
     tensors = {
-        "model.embed_tokens.weight": matrix(vocab, hidden, hidden**0.5),  # type: ignore[operator]
+        "model.embed_tokens.weight": matrix(vocab, hidden, hidden**0.5),
         "model.norm.weight": norm(),
         "lm_head.weight": matrix(vocab, hidden, 2.0),
     }
-    for index in range(TINY["num_hidden_layers"]):  # type: ignore[call-overload]
+    for index in range(TINY["num_hidden_layers"]):
         layer = f"model.layers.{index}"
         tensors |= {
             f"{layer}.input_layernorm.weight": norm(),

@@ -26,7 +26,7 @@ class Ref:
     start: int | None = None
 
     def reference(self) -> Reference:
-        return make_reference(self.parent, self.mode, self.span, self.at, self.start)  # type: ignore[arg-type]
+        return make_reference(self.parent, self.mode, self.span, self.at, self.start)
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,13 @@ def _random_ref(rng: random.Random, parent: Node, whole: str, policy: str) -> Re
 
 
 def run_at_once(driver: Driver, plan: list[Node]) -> dict[str, tuple[int, ...]]:
-    """All nodes in one submission, dropped when nothing reads them any more. Tokens of every node, by name."""
+    """All nodes in one submission, dropped when nothing reads them any more. Tokens of every node."""
     requests = [
         node.request(
             tuple(
                 ContextRef(request=r.parent, mode=r.mode, span=r.span, at=r.at, start=r.start)
                 for r in node.refs
-            ),  # type: ignore[arg-type]
+            ),
             keep=False,
         )
         for node in plan
@@ -143,9 +143,10 @@ def run_by_state(
     between: Callable[[Driver], object] = lambda driver: None,
     release: bool = True,
 ) -> dict[str, tuple[int, ...]]:
-    """One request after the other over states; forks are handles of their own. Tokens of every node, by name.
+    """One request after the other over states; forks are handles of their own. Tokens of every node.
 
-    `between` is called after each request. With `release` a state's name is given up after its last direct reader.
+    `between` is called after each request. With `release` a state's name is given up after its last direct
+    reader.
     """
     last_use = {ref.parent: index for index, node in enumerate(plan) for ref in node.refs}
     states: dict[str, str] = {}
@@ -156,11 +157,11 @@ def run_by_state(
             state, at = states[ref.parent], ref.at
             if at is not None and number % 2 == 0:
                 state, at = driver.core.fork(state, at), None
-            refs.append(ContextRef(state=state, mode=ref.mode, span=ref.span, at=at, start=ref.start))  # type: ignore[arg-type]
+            refs.append(ContextRef(state=state, mode=ref.mode, span=ref.span, at=at, start=ref.start))
         choice = driver.choice(node.request(tuple(refs)))
         for ref, original in zip(refs, node.refs, strict=True):
             if ref.state != states[original.parent]:
-                driver.core.release_state(ref.state)  # type: ignore[arg-type]
+                driver.core.release_state(ref.state)
         assert choice.dag.state is not None
         states[node.name] = choice.dag.state
         tokens[node.name] = node.input_ids + choice.token_ids

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
+
 from dagengine.request import ContextRef
 from dagengine_core_graph import Inherit
-from torch import Tensor
 
 from .dense_walk import DenseLlama, DenseWalk
 from .driver import Driver, request
@@ -35,7 +36,7 @@ def largest_difference(
             [ref.reference() for ref in node.refs],
             tokens[node.name],
             policy=node.policy,
-            own_start=node.options.get("own_start"),  # type: ignore[arg-type]
+            own_start=node.options.get("own_start"),
             spans=node.spans(),
         )
         assert len(logits.get(node.name, {})) == node.max_tokens
