@@ -7,7 +7,7 @@ from enum import Enum
 
 import numpy as np
 import torch
-from dagengine_kvstore import Lease, NodeRecord, Read, RestoreWriter, Writer
+from dagengine_kvstore import Lease, Read, RestoreWriter, Writer
 from numpy.typing import NDArray
 
 from .detokenizer import IncrementalDetokenizer

@@ -1,0 +1,17 @@
+"""Makes the modules of this folder importable and registers their attention backends as a plug-in would."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scripted_backends(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from scripted_model import register_backend
+
+    register_backend(tmp_path_factory.mktemp("plugin"), {"scripted": "scripted_model:ScriptedBackend"})
