@@ -136,8 +136,10 @@ def write_manifest(folder: Path, origin: dict[str, str]) -> None:
 def from_hub(folder: Path) -> dict[str, str]:
     """Downloads the published files. Raises ModelUnavailable, at once where HF_HUB_OFFLINE is set."""
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", str(HUB_TIMEOUT_S))
-    from huggingface_hub import HfApi, constants, snapshot_download
-
+    try:
+        from huggingface_hub import HfApi, constants, snapshot_download
+    except ImportError as error:
+        raise ModelUnavailable("the package huggingface_hub is not installed") from error
     if constants.HF_HUB_OFFLINE:
         raise ModelUnavailable("HF_HUB_OFFLINE is set")
     try:

@@ -23,7 +23,8 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,8 @@ def siblings(wheel: Wheel, by_name: Mapping[str, Wheel]) -> list[Wheel]:
 
 
 def test_alone(folder: Path, wheel: Wheel, by_name: Mapping[str, Wheel]) -> str:
-    """Installs one wheel into an empty environment and runs its tests there. Returns pytest's last line."""
+    """Installs one wheel into an empty environment and runs its tests there. Returns how that went."""
+    started = time.monotonic()
     needed = [wheel, *siblings(wheel, by_name)]
     with_torch = any("torch" in one.requires for one in needed)
     with tempfile.TemporaryDirectory(prefix=f"dagengine-{folder.name}-") as name:
@@ -118,7 +120,7 @@ def test_alone(folder: Path, wheel: Wheel, by_name: Mapping[str, Wheel]) -> str:
         done = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode != 0:
             raise CheckFailed(f"its tests fail against the installed wheel:\n{done.stdout[-8000:]}")
-        return done.stdout.strip().splitlines()[-1]
+        return f"{done.stdout.strip().splitlines()[-1]}; {time.monotonic() - started:.0f} s with set-up"
 
 
 def show_torch(links: Path, venv: Path) -> None:
@@ -141,6 +143,20 @@ def expect_torch(venv: Path, wanted: bool, wheel: Wheel) -> None:
         raise CheckFailed(f"{wheel.name} brought transformers")
 
 
+def _as_they_end(running: Mapping[Future[str], str]) -> Iterator[tuple[Future[str], str]]:
+    yield from ((done, running[done]) for done in as_completed(running))
+
+
+def _told(name: str, done: Future[str]) -> bool:
+    """Prints how a package fared; whether it passed."""
+    try:
+        print(f"{name}: {done.result()}", flush=True)
+    except CheckFailed as error:
+        print(f"{name}: {error}", flush=True)
+        return False
+    return True
+
+
 def _importable(venv: Path, module: str) -> bool:
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     return subprocess.run([str(python(venv)), "-c", code]).returncode == 0
@@ -161,11 +177,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [folder.name for folder in folders]
     parser = argparse.ArgumentParser(prog="tools/wheels", description="Build each wheel and test it alone.")
     parser.add_argument("package", nargs="*", help=f"only these: {', '.join(names)}")
+    parser.add_argument("--jobs", type=int, default=2, help="packages tested at the same time (default: 2)")
     options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error("--jobs must be 1 or more")
     unknown = set(options.package) - set(names)
     if unknown:
         parser.error(f"no such package: {', '.join(sorted(unknown))}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.pop("PYTHONPATH", None)
     try:
         environment.ensure("test")
         say("building wheels")
@@ -174,18 +194,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     by_name = {wheel.name: wheel for wheel in wheels.values()}
-    failed = []
-    for folder in folders:
-        if options.package and folder.name not in options.package:
-            continue
-        print(f"{folder.name}: installing alone and testing", flush=True)
-        started = time.monotonic()
-        try:
-            line = test_alone(folder, wheels[folder.name], by_name)
-            print(f"{folder.name}: {line} ({time.monotonic() - started:.0f} s with set-up)", flush=True)
-        except CheckFailed as error:
-            failed.append(folder.name)
-            print(f"{folder.name}: {error}", flush=True)
+    chosen = [folder for folder in folders if not options.package or folder.name in options.package]
+    print(
+        f"installing alone and testing, {options.jobs} at a time: {', '.join(one.name for one in chosen)}",
+        flush=True,
+    )
+    with ThreadPoolExecutor(options.jobs) as pool:
+        running = {pool.submit(test_alone, one, wheels[one.name], by_name): one.name for one in chosen}
+        failed = [name for done, name in _as_they_end(running) if not _told(name, done)]
     if failed:
         print(f"these packages do not work alone: {', '.join(failed)}", flush=True)
     return 1 if failed else 0
