@@ -1,0 +1,5 @@
+"""`dagengine bench`: measurements of one model on this machine, each beside its baseline."""
+
+from .command import app
+
+__all__ = ["app"]
