@@ -21,6 +21,7 @@ from .errors import DagError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class WeightSource(Protocol):
@@ -93,7 +94,7 @@ class SafetensorsSource:
         tensor: torch.Tensor = self._files[self._where[name]].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise _invalid(f"{name!r} has shape {tuple(tensor.shape)}; config.json asks for {shape}", name)
-        if not tensor.is_floating_point():
+        if tensor.dtype not in DTYPES:
             raise _invalid(f"{name!r} has dtype {tensor.dtype}; quantised weights are not supported", name)
         self._taken.add(name)
         return tensor.to(self._device, self._dtype)
