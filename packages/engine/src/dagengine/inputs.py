@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,9 +117,7 @@ def parse_keep(value: object, field: str) -> Keep:
         if key not in ("ttl_s", "pin", "name"):
             raise DagError("invalid_request", f"keep has ttl_s, pin and name, not {key!r}", f"{field}.{key}")
     ttl, pin, name = value.get("ttl_s"), value.get("pin", False), value.get("name")
-    if ttl is not None and (
-        isinstance(ttl, bool) or not isinstance(ttl, int | float) or not math.isfinite(ttl) or not 0 < ttl <= 10**9
-    ):
+    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= 10**9):
         raise DagError("invalid_request", "ttl_s is a positive number of seconds", f"{field}.ttl_s")
     if not isinstance(pin, bool):
         raise DagError("invalid_request", "pin is true or false", f"{field}.pin")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
@@ -130,7 +129,7 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def _number(name: str, value: object, low: float, high: float, *, open_below: bool = False) -> None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    fits = isinstance(value, int | float) and not isinstance(value, bool)
     if not fits or not (low < value if open_below else low <= value) or value > high:  # type: ignore[operator]
         interval = f"({low}, {high}]" if open_below else f"[{low}, {high}]"
         raise _bad(name, f"must be a number in {interval}", value)
@@ -145,7 +144,7 @@ def _logit_bias(value: object) -> dict[int, float]:
     for key, bias in value.items():
         try:
             token = int(key) if not isinstance(key, bool) else -1
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             token = -1
         if token < 0:
             raise _bad("logit_bias", "must have token ids as keys", key)

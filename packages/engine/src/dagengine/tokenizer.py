@@ -2,11 +2,13 @@
 
 Reads `tokenizer.json` with the `tokenizers` library and the chat template with a sandboxed jinja2. Ids of states
 are never decoded and encoded again; only what a caller sends as text passes through here.
+Texts are encoded as batches of one: only those let other threads run meanwhile.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +63,7 @@ class Tokenizer:
             DagError: `invalid_request` for text that is no Unicode (a lone surrogate).
         """
         _require_unicode(text, "input")
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -94,12 +96,13 @@ class Tokenizer:
         )
         if not text.startswith(without):
             return ChatPrompt(tuple(encoding.ids), None)
-        starts = [i for i, (begin, _) in enumerate(encoding.offsets) if begin >= len(without)]
-        return ChatPrompt(tuple(encoding.ids), starts[0] if starts else len(encoding.ids))
+        ids = tuple(encoding.ids)
+        start = bisect_left(range(len(ids)), len(without), key=lambda i: encoding.token_to_chars(i)[0])
+        return ChatPrompt(ids, start)
 
     def _encode_with_offsets(self, text: str) -> Any:
         _require_unicode(text, "messages")
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
     def _render_after_context(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
         if messages and messages[0].get("role") == "system":
