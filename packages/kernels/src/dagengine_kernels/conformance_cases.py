@@ -28,7 +28,6 @@ MAX_POSITIONS = 512
 class Case:
     """One batch; float32 q [T, Hq, D] and pages [pages, 2, Hkv, page_size, D] whose values bf16 can hold."""
 
-    name: str
     table: SegmentTable
     shape: AttentionShape
     rotary: RotaryTable | None
@@ -63,7 +62,6 @@ class Pages:
 
 
 def build_case(
-    name: str,
     sequences: Sequence[SequenceSegments],
     pages: Pages,
     *,
@@ -90,7 +88,6 @@ def build_case(
     if isinstance(rotary, str):
         rotary = build_table(frequencies(head_dim), 1.0, 2 * MAX_POSITIONS)
     return Case(
-        name=name,
         table=table,
         shape=AttentionShape(heads[0], heads[1], head_dim, head_dim**-0.5, window, softcap),
         rotary=rotary,
@@ -174,7 +171,7 @@ def _ragged(pages: Pages) -> list[SequenceSegments]:
 def _page_size(size: int) -> Callable[[], Case]:
     def build() -> Case:
         pages = Pages(150, size, seed=size)
-        return build_case(f"page-size-{size}", _ragged(pages), pages)
+        return build_case(_ragged(pages), pages)
 
     return build
 
@@ -182,7 +179,7 @@ def _page_size(size: int) -> Callable[[], Case]:
 def _head_dim(dim: int) -> Callable[[], Case]:
     def build() -> Case:
         pages = Pages(20, 16, seed=dim)
-        return build_case(f"head-dim-{dim}", _ragged(pages)[:2], pages, head_dim=dim)
+        return build_case(_ragged(pages)[:2], pages, head_dim=dim)
 
     return build
 
@@ -190,20 +187,20 @@ def _head_dim(dim: int) -> Callable[[], Case]:
 def _group(group: int) -> Callable[[], Case]:
     def build() -> Case:
         pages = Pages(20, 16, seed=group)
-        return build_case(f"group-{group}", _ragged(pages)[:2], pages, heads=(2 * group, 2))
+        return build_case(_ragged(pages)[:2], pages, heads=(2 * group, 2))
 
     return build
 
 
-def _variant(name: str, **options: object) -> Callable[[], Case]:
+def _variant(**options: object) -> Callable[[], Case]:
     def build() -> Case:
         pages = Pages(20, 16, seed=5)
-        return build_case(name, _ragged(pages), pages, **options)  # type: ignore[arg-type]
+        return build_case(_ragged(pages), pages, **options)  # type: ignore[arg-type]
 
     return build
 
 
-def _rotary(name: str, **options: object) -> Callable[[], Case]:
+def _rotary(**options: object) -> Callable[[], Case]:
     def build() -> Case:
         pages = Pages(20, 16, seed=6)
         settings: dict[str, object] = {"rotary_dim": 24, "scaling": 1.0, "pairing": "half", **options}
@@ -214,7 +211,7 @@ def _rotary(name: str, **options: object) -> Callable[[], Case]:
             2 * MAX_POSITIONS,
             pairing=settings["pairing"],  # type: ignore[arg-type]
         )
-        return build_case(name, _ragged(pages), pages, rotary=table)
+        return build_case(_ragged(pages), pages, rotary=table)
 
     return build
 
@@ -226,11 +223,11 @@ def _empty() -> Case:
         SequenceSegments(0, 3, [], 2),
         SequenceSegments(3, 1, pages.place(3, 0, 0), 3),
     ]
-    return build_case("empty-contexts", sequences, pages)
+    return build_case(sequences, pages)
 
 
 def _no_rows() -> Case:
-    return build_case("no-rows-at-all", [SequenceSegments(0, 0, [], 1)], Pages(2, 16, seed=1))
+    return build_case([SequenceSegments(0, 0, [], 1)], Pages(2, 16, seed=1))
 
 
 def _sees_nothing() -> Case:
@@ -240,12 +237,12 @@ def _sees_nothing() -> Case:
         SequenceSegments(4, 6, pages.place(20, 0, 7), 2),
         SequenceSegments(0, 3, [*pages.place(2, 9, 50), *pages.place(1, 2, 2)], 3),
     ]
-    return build_case("rows-that-see-nothing", sequences, pages)
+    return build_case(sequences, pages)
 
 
 def _sees_nothing_sinks() -> Case:
     case = _sees_nothing()
-    return replace(case, name="rows-that-see-nothing-but-a-sink", sinks=torch.linspace(-1, 1, 4))
+    return replace(case, sinks=torch.linspace(-1, 1, 4))
 
 
 def _windowed_out() -> Case:
@@ -255,7 +252,7 @@ def _windowed_out() -> Case:
         SequenceSegments(22, 8, pages.place(20, 0, 0), 2),
         SequenceSegments(6, 2, [*pages.place(5, 50, 0), *pages.place(2, 6, 6)], 3),
     ]
-    return build_case("window-hides-everything", sequences, pages, window=4)
+    return build_case(sequences, pages, window=4)
 
 
 def _one_token_ranges() -> Case:
@@ -265,7 +262,7 @@ def _one_token_ranges() -> Case:
         SequenceSegments(30, 4, [*ranges, *pages.place(4, 30, 30)], 1),
         SequenceSegments(29, 1, ranges, 2),
     ]
-    return build_case("one-token-ranges", sequences, pages)
+    return build_case(sequences, pages)
 
 
 def _far() -> Case:
@@ -275,7 +272,7 @@ def _far() -> Case:
         SequenceSegments(last, 1, [*pages.place(1, last, 0), *pages.place(1, 0, last)], 1),
         SequenceSegments(last - 1, 2, [*pages.place(1, last, 0), *pages.place(1, 0, last - 1)], 2),
     ]
-    return build_case("stored-last-view-0-query-last", sequences, pages)
+    return build_case(sequences, pages)
 
 
 def _overlaps() -> Case:
@@ -284,7 +281,7 @@ def _overlaps() -> Case:
         SequenceSegments(20, 1, [*pages.place(12, 0, 0), *pages.place(12, 3, 5), *pages.place(3, 8, 8)], 1),
         SequenceSegments(20, 3, [*pages.place(12, 0, 4), *pages.place(12, 3, 5), *pages.place(3, 20, 20)], 2),
     ]
-    return build_case("overlapping-views", sequences, pages)
+    return build_case(sequences, pages)
 
 
 def _same_page_twice() -> Case:
@@ -296,7 +293,7 @@ def _same_page_twice() -> Case:
         SequenceSegments(15, 2, [*twice, *pages.place(2, 15, 15)], 2),
         SequenceSegments(40, 1, [(page, 0, 16, 0, 20), (page, 0, 16, 0, 0)], 3),
     ]
-    return build_case("same-page-by-several-slices", sequences, pages)
+    return build_case(sequences, pages)
 
 
 def _shared_pages() -> Case:
@@ -309,17 +306,17 @@ def _shared_pages() -> Case:
         sequences.append(SequenceSegments(330 + i, 1, [*moved, *pages.place(1, 330 + i, 330 + i)], i))
     sequences.append(SequenceSegments(330, 1, document[::2], 7))
     sequences.append(SequenceSegments(330, 2, [*document, *pages.place(2, 330, 330)], 8))
-    return build_case("one-document-many-readers", sequences, pages, heads=(3, 1), head_dim=16)
+    return build_case(sequences, pages, heads=(3, 1), head_dim=16)
 
 
 def _own_reused() -> Case:
     pages = Pages(12, 16, seed=9)
     own = [*pages.place(20, 60, 10), *pages.place(6, 30, 30)]
     sequences = [SequenceSegments(28, 8, [*pages.place(10, 0, 0), *own], 1)]
-    return build_case("own-tokens-stored-elsewhere", sequences, pages)
+    return build_case(sequences, pages)
 
 
-def _long_prefill(window: int | None, name: str) -> Callable[[], Case]:
+def _long_prefill(window: int | None = None) -> Callable[[], Case]:
     def build() -> Case:
         pages = Pages(60, 16, seed=10)
         sequences = [
@@ -330,12 +327,12 @@ def _long_prefill(window: int | None, name: str) -> Callable[[], Case]:
             SequenceSegments(0, 70, pages.place(70, 0, 0, in_order=True), 3),
             SequenceSegments(3, 66, [*pages.place(40, 90, 20), *pages.place(66, 3, 3)], 4),
         ]
-        return build_case(name, sequences, pages, heads=(2, 1), head_dim=16, window=window)
+        return build_case(sequences, pages, heads=(2, 1), head_dim=16, window=window)
 
     return build
 
 
-def _long_decode(page_size: int, name: str, **options: object) -> Callable[[], Case]:
+def _long_decode(page_size: int, **options: object) -> Callable[[], Case]:
     """Long contexts in runs of neighbouring pages, with used, unused and partly used pages between them."""
 
     def build() -> Case:
@@ -350,44 +347,51 @@ def _long_decode(page_size: int, name: str, **options: object) -> Callable[[], C
             SequenceSegments(10, 1, pages.place(11, 0, 0), 3),
             SequenceSegments(40, 1, [], 4),
         ]
-        return build_case(name, sequences, pages, heads=(2, 1), head_dim=16, **options)  # type: ignore[arg-type]
+        return build_case(sequences, pages, heads=(2, 1), head_dim=16, **options)  # type: ignore[arg-type]
 
     return build
 
 
-CASES: tuple[Callable[[], Case], ...] = (
-    *(_page_size(size) for size in (1, 3, 16, 64)),
-    *(_head_dim(dim) for dim in (24, 64, 80, 96, 128, 256)),
-    *(_group(group) for group in (1, 4, 8)),
-    _variant("window-1", window=1),
-    _variant("window-7", window=7),
-    _variant("softcap", softcap=2.0),
-    _variant("sinks", sinks=True),
-    _variant("window-softcap-sinks", window=7, softcap=2.0, sinks=True),
-    _variant("no-positions", rotary=None),
-    _rotary("partial-rotary", rotary_dim=12),
-    _rotary("interleaved", pairing="interleaved"),
-    _rotary("interleaved-partial", pairing="interleaved", rotary_dim=8),
-    _rotary("attention-scaling", scaling=1.139),
-    _empty,
-    _no_rows,
-    _sees_nothing,
-    _sees_nothing_sinks,
-    _windowed_out,
-    _one_token_ranges,
-    _far,
-    _overlaps,
-    _same_page_twice,
-    _shared_pages,
-    _own_reused,
-    _long_prefill(None, "long-prefill"),
-    _long_prefill(9, "long-prefill-window"),
-    _long_decode(32, "long-decode-in-page-runs"),
-    _long_decode(32, "long-decode-window", window=150),
-    _long_decode(16, "long-decode-in-small-pages"),
-    _long_decode(32, "long-decode-softcap-sinks", softcap=2.0, sinks=True),
-)
-"""Builders of every named case."""
+_BUILDERS: dict[str, Callable[[], Case]] = {
+    **{f"page-size-{size}": _page_size(size) for size in (1, 3, 16, 64)},
+    **{f"head-dim-{dim}": _head_dim(dim) for dim in (24, 64, 80, 96, 128, 256)},
+    **{f"group-{group}": _group(group) for group in (1, 4, 8)},
+    "window-1": _variant(window=1),
+    "window-7": _variant(window=7),
+    "softcap": _variant(softcap=2.0),
+    "sinks": _variant(sinks=True),
+    "window-softcap-sinks": _variant(window=7, softcap=2.0, sinks=True),
+    "no-positions": _variant(rotary=None),
+    "partial-rotary": _rotary(rotary_dim=12),
+    "interleaved": _rotary(pairing="interleaved"),
+    "interleaved-partial": _rotary(pairing="interleaved", rotary_dim=8),
+    "attention-scaling": _rotary(scaling=1.139),
+    "empty-contexts": _empty,
+    "no-rows-at-all": _no_rows,
+    "rows-that-see-nothing": _sees_nothing,
+    "rows-that-see-nothing-but-a-sink": _sees_nothing_sinks,
+    "window-hides-everything": _windowed_out,
+    "one-token-ranges": _one_token_ranges,
+    "stored-last-view-0-query-last": _far,
+    "overlapping-views": _overlaps,
+    "same-page-by-several-slices": _same_page_twice,
+    "one-document-many-readers": _shared_pages,
+    "own-tokens-stored-elsewhere": _own_reused,
+    "long-prefill": _long_prefill(),
+    "long-prefill-window": _long_prefill(window=9),
+    "long-decode-in-page-runs": _long_decode(32),
+    "long-decode-in-small-pages": _long_decode(16),
+    "long-decode-window": _long_decode(32, window=150),
+    "long-decode-softcap-sinks": _long_decode(32, softcap=2.0, sinks=True),
+}
+
+CASES: tuple[str, ...] = tuple(_BUILDERS)
+"""Names that `named_case` takes."""
+
+
+def named_case(name: str) -> Case:
+    """One of `CASES`."""
+    return _BUILDERS[name]()
 
 
 def random_case(seed: int) -> Case:
@@ -418,7 +422,6 @@ def random_case(seed: int) -> Case:
         pairing=r.choice(("half", "interleaved")),
     )
     return build_case(
-        f"random-{seed}",
         sequences,
         pages,
         heads=(kv_heads * r.choice((1, 3)), kv_heads),

@@ -165,7 +165,7 @@ class _GatheringBackend(AttentionBackend):
         return _gather(plan, sequence, kv_layer, 0)
 
     def _held_bytes(self, kv: Tensor) -> int:
-        return kv.nbytes
+        return int(kv.nbytes)
 
 
 class NaiveBackend(_GatheringBackend):

@@ -46,7 +46,7 @@ class RotaryTable:
 
     @property
     def length(self) -> int:
-        return self.cos.shape[0]
+        return int(self.cos.shape[0])
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [T, rotary_dim/2], of positions [T] in [0, length)."""
@@ -98,30 +98,25 @@ def exact_rows(table: RotaryTable, positions: Tensor, *, scaled: bool) -> tuple[
 
 
 def expand_rows(cos: Tensor, sin: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
-    """Lay cos, sin [T, R/2] out for `turn`: broadcastable over heads, the sign of sin folded in.
-
-    half:        [T, 1, 1, R/2] and [T, 1, 2, R/2]
-    interleaved: [T, 1, R/2, 1] and [T, 1, R/2, 2]
-    """
-    if pairing == "half":
-        return cos[:, None, None, :], torch.stack((-sin, sin), 1)[:, None]
-    return cos[:, None, :, None], torch.stack((-sin, sin), 2)[:, None]
+    """Lay cos and sin [T, R/2] out for `turn`: [T, 1, R], an entry per element, and [T, 1, R/2]."""
+    both = torch.cat((cos, cos), 1) if pairing == "half" else cos.repeat_interleave(2, 1)
+    return both[:, None], sin[:, None]
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, pairing: Pairing) -> Tensor:
     """Rotate x [T, H, D] by rows from `expand_rows`, in their dtype; a new [T, H, D] of that dtype."""
     x = x.to(cos.dtype)
-    rows, heads, dim = x.shape
-    head = x if rotary_dim == dim else x[..., :rotary_dim]
-    half = rotary_dim // 2
-    if pairing == "half":
-        pairs = head.unflatten(-1, (2, half))
-        turned = torch.addcmul(pairs * cos, pairs.flip(2), sin)
+    if rotary_dim == x.shape[-1]:
+        turned = x * cos
     else:
-        pairs = head.unflatten(-1, (half, 2))
-        turned = torch.addcmul(pairs * cos, pairs.flip(3), sin)
-    turned = turned.view(rows, heads, rotary_dim)
-    return turned if rotary_dim == dim else torch.cat((turned, x[..., rotary_dim:]), -1)
+        turned = torch.cat((x[..., :rotary_dim] * cos, x[..., rotary_dim:]), -1)
+    if pairing == "half":
+        first, second = slice(0, rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
+    else:
+        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+    turned[..., first].addcmul_(x[..., second], sin, value=-1)
+    turned[..., second].addcmul_(x[..., first], sin)
+    return turned
 
 
 def rotate(x: Tensor, positions: Tensor, table: RotaryTable, *, dtype: torch.dtype | None = None) -> Tensor:

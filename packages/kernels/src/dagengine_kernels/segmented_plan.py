@@ -16,7 +16,17 @@ from torch import Tensor
 from dagengine_kernels.backend import AttentionShape, Plan
 from dagengine_kernels.rotary import RotaryTable, exact_rows, expand_rows, turn
 from dagengine_kernels.segments import SegmentTable
-from dagengine_kernels.tiling import MAX_CHUNK, Chunks, Ints, Slab, buckets, cut, gather_rows, visibility
+from dagengine_kernels.tiling import (
+    MAX_CHUNK,
+    Bools,
+    Chunks,
+    Ints,
+    Slab,
+    buckets,
+    cut,
+    gather_rows,
+    visibility,
+)
 
 STREAM_ROWS = 64
 """From this many rows on a sequence is a stream."""
@@ -261,20 +271,22 @@ class Planner:
             cos, sin = self.rotary.rows(positions)
         return Turn(index, *expand_rows(cos, sin, self.rotary.pairing))
 
-    def _call(self, picked: Ints, tiles: Ints, n: int, masked: bool) -> tuple[Call, np.ndarray | None]:
+    def _call(self, picked: Ints, tiles: Ints, n: int, masked: bool) -> tuple[Call, Bools | None]:
         """A call of a class, and for masked chunks which rows [C, n] see anything."""
         chunks = self.chunks
         rows, tokens = gather_rows(chunks, picked, self.shape.num_kv_heads, self.table.page_size)
         of_tile = np.searchsorted(tiles, chunks.tile[picked])
         count, length = tokens.shape
-        mask = blind = sees = None
+        mask = blind = None
+        sees: Bools | None = None
         if masked:
             first = self.table.q_positions[self.table.q_indptr[chunks.sequence[picked]]]
             visible = visibility(chunks, picked, tokens, first, n, self.shape.window)
-            sees = visible.any(2)
+            any_seen: Bools = np.logical_or.reduce(visible, axis=2)
             mask = self._mask(visible.repeat(self.shape.group, 1))
-            if not sees.all():
-                blind = torch.from_numpy(~sees.repeat(self.shape.group, 1))[:, None]
+            if not any_seen.all():
+                blind = torch.from_numpy(~any_seen.repeat(self.shape.group, 1))[:, None]
+            sees = any_seen
         elif (chunks.length[picked] != length).any():
             mask = self._mask((np.arange(length) < chunks.length[picked, None])[:, None])
         index = None if len(tiles) == 1 else _index(of_tile, len(tiles))
