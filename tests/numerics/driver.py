@@ -159,10 +159,11 @@ TINY: dict[str, Any] = {
 }
 
 
-def save_tiny_llama(folder: Path, seed: int) -> dict[str, Tensor]:
+def save_tiny_llama(folder: Path, seed: int, **config: Any) -> dict[str, Tensor]:
     """Write a random Llama (`TINY`) whose attention is far from uniform, and return its tensors.
 
-    head_dim is not hidden/heads, and three query heads share a KV head.
+    head_dim is not hidden/heads, and three query heads share a KV head. `config` overrides keys of `TINY`
+    that no tensor depends on.
     """
     generator = torch.Generator().manual_seed(seed)
     hidden, inner, vocab = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
@@ -195,5 +196,5 @@ def save_tiny_llama(folder: Path, seed: int) -> dict[str, Tensor]:
         }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(TINY | config))
     return tensors

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dagengine.request import ContextRef, Request
-from dagengine_core_graph import NodeSpans, Reference, make_reference
+from dagengine_core_graph import ContextGraph, NodeSpans, Reference, definition, make_reference
 
 from .driver import Driver, request
 
@@ -116,7 +116,26 @@ def _random_ref(rng: random.Random, parent: Node, whole: str, policy: str) -> Re
     return Ref(parent.name, "artifact", span, at, start)
 
 
-def run_at_once(driver: Driver, plan: list[Node]) -> dict[str, tuple[int, ...]]:
+def pages_needed(plan: list[Node], page_size: int) -> int:
+    """Pages of the smallest pool in which every node fits together with what it sees."""
+    graph = ContextGraph()
+    most = 0
+    for node in plan:
+        graph.add(
+            node.name,
+            [r.reference() for r in node.refs],
+            length=node.length,
+            spans=node.spans(),
+            sealed=True,
+        )
+        seen = {(parent, offset // page_size) for parent, offset in definition.visible(graph, node.name)}
+        most = max(most, len(seen) + -(-node.length // page_size))
+    return most
+
+
+def run_at_once(
+    driver: Driver, plan: list[Node], others: Sequence[Request] = ()
+) -> dict[str, tuple[int, ...]]:
     """All nodes in one submission, dropped when nothing reads them any more. Tokens of every node."""
     requests = [
         node.request(
@@ -129,7 +148,7 @@ def run_at_once(driver: Driver, plan: list[Node]) -> dict[str, tuple[int, ...]]:
         for node in plan
     ]
     tokens = {}
-    for node, event in zip(plan, driver.run(*requests), strict=True):
+    for node, event in zip(plan, driver.run(*requests, *others), strict=False):
         if event.error is not None:
             raise event.error
         tokens[node.name] = node.input_ids + event.choices[0].token_ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,6 @@ def largest_difference(
 def test_logits_are_the_dense_walks(
     tiny_folder: Path,
     tiny_dense: DenseLlama,
-    record_property: Callable[[str, object], None],
     policy: str | None,
     backend: str,
     page_size: int,
@@ -65,7 +63,7 @@ def test_logits_are_the_dense_walks(
         tokens = (run_at_once if seed % 2 else run_by_state)(driver, plan)
         worst = max(worst, largest_difference(plan, tokens, driver.logits, tiny_dense))
         driver.logits.clear()
-    record_property("max_abs_delta", worst)
+    print(f"max |delta logit| = {worst:.2e}")
     assert worst <= BAR
     driver.release_all()
 
