@@ -2,7 +2,8 @@
 
 An entry point names a `typer.Typer`, or a callable that takes the arguments after the command's name, a list
 of strings, and returns an exit status (None is 0). A built-in is never replaced; of several others with one
-name the first distribution by name counts. Nothing is loaded before it is asked for; a broken one harms no other.
+name the first distribution by name counts. Nothing is loaded before it is asked for, and a broken command
+harms no other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`dagengine explain`: what every node of a graph would see, where, and at what cost. The model never runs.
 
 With a model, a `dagengine.graph/v1` document is laid out by the engine itself: ranges, layout, reuse, pages,
-refusals; of the model only its configuration and tokenizer are read. Without one, lengths stand for inputs: a
-list of cases, or a document whose nodes have lengths, is answered in the shape of a cases file.
+refusals; of the model only its configuration and tokenizer are read. A server can be asked the same. Without
+either, lengths stand for inputs: a list of cases, or a document whose nodes have lengths, is answered in the
+shape of a cases file.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def explain(
         Path, typer.Argument(help="a dagengine.graph/v1 document or a list of cases; - reads standard input")
     ],
     model: options.Model = None,
+    url: Annotated[str | None, typer.Option(help="ask this server instead; it knows its states")] = None,
+    api_key: Annotated[str | None, typer.Option(help="of that server")] = None,
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
     page_size: options.PageSize = 64,
@@ -41,18 +44,24 @@ def explain(
     """Show what the nodes of a graph see, where, and at what cost; no model runs."""
     document = read_json(file)
     if isinstance(document, list):
-        found = explain_cases(load_cases(document))
-        print_json(found, indent=None) if as_json else _print_cases(found)
+        cases = explain_cases(load_cases(document))
+        print_json(cases, indent=None) if as_json else _print_cases(cases)
         return
     graph = load_graph(document)
-    if model is None and all(node.input is None for node in graph.nodes):
-        found = explain_cases((as_case(graph, file.stem),))
-        print_json(found, indent=None) if as_json else _print_cases(found)
+    if model is None and url is None and all(node.input is None for node in graph.nodes):
+        cases = explain_cases((as_case(graph, file.stem),))
+        print_json(cases, indent=None) if as_json else _print_cases(cases)
         return
-    if model is None:
-        raise CommandError("a document with inputs needs a model, for its tokenizer and its limits", "model")
-    rows = explain_document(graph, model, position_policy, options.engine_options(context))
-    print_json({"nodes": rows}) if as_json else _print_document(rows)
+    if url is not None:
+        from ..client import Client
+
+        with Client(url, api_key=api_key) as client:
+            found = client.compile(document)
+    elif model is not None:
+        found = explain_document(graph, model, position_policy, options.engine_options(context))
+    else:
+        raise CommandError("a document with inputs needs a model, or the URL of a server", "model")
+    print_json(found) if as_json else _print_document(found["nodes"])
 
 
 def explain_cases(cases: tuple[Case, ...]) -> list[dict[str, Any]]:
@@ -93,8 +102,8 @@ def as_case(document: GraphDocument, name: str) -> Case:
 
 def explain_document(
     document: GraphDocument, model: str, policy: str, engine: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """What the engine would do with every node, parents first; a refused one has its refusal.
+) -> dict[str, Any]:
+    """What the engine would do with every node, as `POST /v1/graphs/compile` answers it.
 
     Raises:
         DagError: the model, or what concerns the document as a whole.
@@ -104,36 +113,12 @@ def explain_document(
     from dagengine.explain import explain
     from dagengine.inputs import InputEncoder
 
+    from ..routes.graphs import plan_of
     from .planning import planning_core
 
     core = planning_core(model, EngineConfig(position_policy=policy, **engine))
-    requests = graph_requests(document, InputEncoder(core.tokenizer), default_policy=policy)
-    names = dict(requests.node_of)
-
-    def renamed(rows: tuple[tuple[Any, ...], ...]) -> list[list[Any]]:
-        return [[names.get(node, node), *numbers] for node, *numbers in rows]
-
-    return [
-        {
-            "id": names[found.request_id],
-            "visible": renamed(found.visible),
-            "passed": renamed(found.passed),
-            "segments": renamed(found.segments),
-            "position": {"policy": found.policy, "own_start": found.own_start},
-            "tokens": {
-                "visible": found.num_visible,
-                "input": found.num_input,
-                "planned": found.planned_tokens,
-                "reused": found.reused,
-            },
-            "pages": found.num_pages,
-            "timing_ms": {"compile": round(found.compile_ms, 4), "layout": round(found.layout_ms, 4)},
-            "refusal": None
-            if found.error is None
-            else {"code": found.error.code, "message": found.error.message, "field": found.error.field},
-        }
-        for found in explain(core, requests.requests)
-    ]
+    plan = graph_requests(document, InputEncoder(core.tokenizer), default_policy=policy)
+    return plan_of(document, plan, explain(core, plan.requests))
 
 
 def _print_cases(found: list[dict[str, Any]]) -> None:
@@ -152,23 +137,23 @@ def _print_cases(found: list[dict[str, Any]]) -> None:
         print_table(case["name"], ("node", "visible", "passed", *layouts), rows)
 
 
-def _print_document(rows: list[dict[str, Any]]) -> None:
+def _print_document(nodes: list[dict[str, Any]]) -> None:
     table = []
-    for row in rows:
-        refusal = row["refusal"]
-        if refusal is not None:
-            table.append((row["id"], *[""] * 6, f"{refusal['code']}: {refusal['message']}"))
+    for node in nodes:
+        if "error" in node:
+            error = node["error"]
+            table.append((node["node"], *[""] * 6, f"{error['code']}: {error['message']}"))
             continue
-        tokens = row["tokens"]
+        tokens = node["tokens"]
         table.append(
             (
-                row["id"],
-                _runs(row["visible"]),
-                _layout({"segments": row["segments"], **row["position"]}),
+                node["node"],
+                _runs(node["visible"]),
+                _layout(node["layout"]),
                 f"{tokens['visible']} + {tokens['input']}",
                 tokens["planned"],
                 tokens["reused"],
-                row["pages"],
+                node["pages"],
                 "runs",
             )
         )
