@@ -115,7 +115,7 @@ class Books:
         nodes: set[NodeRecord] = set()
         while stack:
             hold = stack.pop()
-            if hold.node is not None:
+            if hold.node is not None and hold.start < hold.stop:
                 nodes.add(hold.node)
             below = [other for other in hold.below if other not in seen]
             seen.update(below)
