@@ -87,6 +87,20 @@ def test_a_float32_query_reads_bf16_pages():
         assert math.isclose(float((out - want).norm() / want.norm()), 0, abs_tol=tolerance)
 
 
+@pytest.mark.parametrize("name", ["reference", "segmented", "packed", "naive"])
+@pytest.mark.parametrize("rows", [1, 5, 80])
+def test_queries_may_be_a_slice_of_a_fused_projection(name, rows):
+    extents = [(i, 0, 16, 16 * i, 0) for i in range(10)]
+    table = SegmentTable.from_sequences([SequenceSegments(60, rows, extents)], page_size=16, num_pages=10)
+    kv_layer = torch.randn(10, 2, 1, 16, 16)
+    q = torch.randn(rows, 5 * 16)[:, 16:64].view(rows, 3, 16)
+    backend = get_backend(name)
+    planned = plan(backend, table)
+    assert torch.equal(
+        backend.run(planned, 0, q, kv_layer), backend.run(planned, 0, q.contiguous(), kv_layer)
+    )
+
+
 def test_packed_keeps_static_tokens_until_forgotten():
     backend = get_backend("packed")
     table = decode(2, 40, 16)

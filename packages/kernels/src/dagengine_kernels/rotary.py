@@ -104,12 +104,16 @@ def expand_rows(cos: Tensor, sin: Tensor, pairing: Pairing) -> tuple[Tensor, Ten
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, pairing: Pairing) -> Tensor:
-    """Rotate x [T, H, D] by rows from `expand_rows`, in their dtype; a new [T, H, D] of that dtype."""
+    """Rotate x [T, H, D] by rows from `expand_rows`, in their dtype; a new [T, H, D] of that dtype.
+
+    Any leading axes will do, as long as they broadcast to those of x times cos.
+    """
     x = x.to(cos.dtype)
     if rotary_dim == x.shape[-1]:
         turned = x * cos
     else:
-        turned = torch.cat((x[..., :rotary_dim] * cos, x[..., rotary_dim:]), -1)
+        head = x[..., :rotary_dim] * cos
+        turned = torch.cat((head, x[..., rotary_dim:].expand(*head.shape[:-1], -1)), -1)
     if pairing == "half":
         first, second = slice(0, rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
     else:

@@ -103,7 +103,7 @@ class SegmentedBackend(AttentionBackend):
         lse = q.new_full(q.shape[:2], -math.inf, dtype=dtype) if with_lse else None
         for tile_class in plan.classes:
             part, part_lse = self._run_class(plan, tile_class, q, kv_layer, with_lse)
-            rows = tile_class.out_rows if tile_class.out_rows is not None else slice(None)
+            rows = tile_class.rows if tile_class.rows is not None else slice(None)
             out[rows] = part
             if lse is not None and part_lse is not None:
                 lse[rows] = part_lse
@@ -120,12 +120,11 @@ class SegmentedBackend(AttentionBackend):
         """out [rows, Hq, D] in q's dtype and the natural lse [rows, Hq] of the rows of a class."""
         shape = plan.shape
         heads, group, n = shape.num_kv_heads, shape.group, tiles.n
-        x = tiles.turn(q, plan.rotary)
-        if n == 1:
-            x = x.view(tiles.num_tiles, heads, group, shape.head_dim)
-        else:
-            x = x.view(tiles.num_tiles, n, heads, group, shape.head_dim).transpose(1, 2)
-            x = x.reshape(tiles.num_tiles, heads, n * group, shape.head_dim)
+        x = q if tiles.rows is None else q.index_select(0, tiles.rows)
+        x = x.view(tiles.num_sequences, n, heads, group, shape.head_dim).transpose(1, 2)
+        if tiles.tile_sequences is not None:
+            x = x.index_select(0, tiles.tile_sequences)
+        x = tiles.turn(x, plan.rotary).reshape(tiles.num_tiles, heads, n * group, shape.head_dim)
         outs, lses = [], []
         temp = x.nbytes
         for call in tiles.calls:

@@ -51,18 +51,16 @@ class Scratch:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """Rows of q (None: all of q as it is) and the expanded rows of cos and sin to turn them by, if any."""
+    """cos and sin from `expand_rows`, shaped to broadcast over what they turn; None without positions."""
 
-    rows: Tensor | None
     cos: Tensor | None
     sin: Tensor | None
 
-    def __call__(self, q: Tensor, rotary: RotaryTable | None) -> Tensor:
-        """[rows, Hq, D] in q's dtype."""
-        x = q if self.rows is None else q.index_select(0, self.rows)
+    def __call__(self, x: Tensor, rotary: RotaryTable | None) -> Tensor:
+        """x [..., D] turned, broadcast against cos and sin, in x's dtype."""
         if rotary is None or self.cos is None or self.sin is None:
             return x
-        return turn(x, self.cos, self.sin, rotary.rotary_dim, rotary.pairing).to(q.dtype)
+        return turn(x, self.cos, self.sin, rotary.rotary_dim, rotary.pairing).to(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,25 +120,28 @@ class TileClass:
     Attributes:
         n: rows per sequence.
         num_tiles, num_sequences: of the class; every sequence has at least one chunk.
-        turn: the rows of all tiles.
+        rows: rows of the batch, None if they are all of it in order.
+        tile_sequences: [num_tiles] which sequence of the class a tile is of; None if each has one tile, or
+            there is one sequence.
+        turn: [num_tiles, 1, n, 1, ...], against the rows as [num_sequences or num_tiles, Hkv, n, G, D].
         calls: attention calls; the parts of a row are spread over them.
         parts: K, parts per sequence (the most that any has).
         merge: [num_sequences * K] index into the parts of all calls, None if they already lie in that order.
         padding: [num_sequences, K, 1, 1] entries of `merge` that stand for no part, or None.
         unseen: [num_sequences, 1, R] rows that see nothing at all, or None.
-        out_rows: rows of the batch, None if they are all of it in order.
     """
 
     n: int
     num_tiles: int
     num_sequences: int
+    rows: Tensor | None
+    tile_sequences: Tensor | None
     turn: Turn
     calls: tuple[Call | SlabCall, ...]
     parts: int
     merge: Tensor | None
     padding: Tensor | None
     unseen: Tensor | None
-    out_rows: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,10 +222,13 @@ class Planner:
                     seen[chunks.sequence[picked]] = True
                 else:
                     np.logical_or.at(seen, chunks.sequence[picked], sees)
+        tile_sequences = None
+        if len(sequences) > 1:
+            of_tile = np.searchsorted(sequences, chunks.tile_sequence[tiles])
+            tile_sequences = _index(of_tile, len(sequences))
         count = np.diff(chunks.first_chunk)[sequences]
         parts = int(count.max())
         merge, padding = self._merge_index(np.concatenate(order), members, count, parts)
-        rows = _rows(self.table, sequences, n)
         unseen = None
         if not seen[sequences].all():
             unseen = torch.from_numpy(~seen[sequences].repeat(self.shape.group, 1))[:, None]
@@ -232,13 +236,14 @@ class Planner:
             n=n,
             num_tiles=len(tiles),
             num_sequences=len(sequences),
-            turn=self._turn(chunks.tile_sequence[tiles], chunks.tile_delta[tiles], n),
+            rows=_index(_rows(self.table, sequences, n), self.table.num_rows),
+            tile_sequences=tile_sequences,
+            turn=self._turn(tiles, n, (len(tiles), 1, n, 1, -1)),
             calls=tuple(calls),
             parts=parts,
             merge=merge,
             padding=padding,
             unseen=unseen,
-            out_rows=_index(rows, self.table.num_rows),
         )
 
     def _merge_index(
@@ -257,19 +262,20 @@ class Planner:
         padding = torch.from_numpy(missing)[:, :, None, None]
         return torch.from_numpy(index.ravel()), padding
 
-    def _turn(self, sequences: Ints, deltas: Ints, n: int) -> Turn:
-        rows = _rows(self.table, sequences, n)
-        index = _index(rows, self.table.num_rows)
+    def _turn(self, tiles: Ints, n: int, shape: tuple[int, ...]) -> Turn:
+        """cos and sin of the rows of tiles with n rows each, as `shape`."""
         if self.rotary is None:
-            return Turn(index, None, None)
+            return Turn(None, None)
+        rows = _rows(self.table, self.chunks.tile_sequence[tiles], n)
         # A row that does not see a segment may be turned past the table's ends; any entry will do for it.
-        at = np.clip(self.table.q_positions[rows] - deltas.repeat(n), 0, self.rotary.length - 1)
-        positions = torch.from_numpy(at)
+        at = self.table.q_positions[rows] - self.chunks.tile_delta[tiles].repeat(n)
+        positions = torch.from_numpy(at.clip(0, self.rotary.length - 1))
         if self.dtype == torch.float64:
             cos, sin = exact_rows(self.rotary, positions, scaled=True)
         else:
             cos, sin = self.rotary.rows(positions)
-        return Turn(index, *expand_rows(cos, sin, self.rotary.pairing))
+        cos, sin = expand_rows(cos, sin, self.rotary.pairing)
+        return Turn(cos.view(shape), sin.view(shape))
 
     def _call(self, picked: Ints, tiles: Ints, n: int, masked: bool) -> tuple[Call, Bools | None]:
         """A call of a class, and for masked chunks which rows [C, n] see anything."""
@@ -307,9 +313,9 @@ class Planner:
         members = np.arange(chunks.first_chunk[b], chunks.first_chunk[b + 1])
         tiles = []
         for tile in range(int(chunks.first_tile[b]), int(chunks.first_tile[b + 1])):
-            turned = self._turn(chunks.tile_sequence[tile : tile + 1], chunks.tile_delta[tile : tile + 1], n)
+            turned = self._turn(np.array([tile]), n, (n, 1, -1))
             calls = [self._stream_call(c, position, n) for c in members[chunks.tile[members] == tile]]
-            tiles.append((Turn(None, turned.cos, turned.sin), tuple(calls)))
+            tiles.append((turned, tuple(calls)))
         return Stream(rows, tuple(tiles))
 
     def _stream_call(self, chunk: int, first: int, n: int) -> Call:
