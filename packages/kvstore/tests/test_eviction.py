@@ -41,8 +41,8 @@ def test_an_evicted_state_keeps_its_handle_and_says_that_it_is_not_resident() ->
 
 
 def test_leased_pinned_and_unsealed_nodes_are_never_evicted() -> None:
-    store = make_store(num_pages=4)
-    leased, parent = write(store, [1] * 4), write(store, [2] * 4)
+    store = make_store(num_pages=5)
+    leased, parent = write(store, [1] * 8), write(store, [2] * 4)
     pinned = child(store, parent, [3] * 4)
     lease = store.lease([Read(leased, 0, 1)])
     handle = store.name(pinned, pin=True)
@@ -59,7 +59,7 @@ def test_leased_pinned_and_unsealed_nodes_are_never_evicted() -> None:
     store.unpin(handle)
     assert store.available() == 2
     lease.release()
-    fill(store, 3)
+    fill(store, 4)
     store.check()
 
 

@@ -4,6 +4,8 @@ import gc
 import weakref
 
 from helpers import SIGNATURE, assert_all_pages_back, child, make_store, refused, write
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dagengine_kvstore import Parent, Read
 
@@ -21,6 +23,30 @@ def test_an_artifact_keeps_only_the_pages_of_its_span() -> None:
     assert not grandparent.held
     store.unhold(kid)
     assert_all_pages_back(store)
+
+
+def test_what_only_artifacts_hold_can_be_quoted_but_not_inherited() -> None:
+    store = make_store()
+    parent = write(store, list(range(6)))
+    write(store, [7], [Parent.artifact(parent, 0, 6)])
+    store.unhold(parent)
+    write(store, [8], [Parent.artifact(parent, 1, 5)])
+    with refused("state_released", "parents[0]"):
+        store.begin([Parent.inherit(parent, 2)], [], 0, signature=SIGNATURE)
+    store.check()
+
+
+SPANS = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(lambda pair: (min(pair), max(pair)))
+
+
+@given(st.lists(SPANS, max_size=5), SPANS)
+def test_a_span_is_covered_if_each_of_its_tokens_is(
+    held: list[tuple[int, int]], span: tuple[int, int]
+) -> None:
+    node = write(make_store(), list(range(9)))
+    node.cover = {(start, stop): 1 for start, stop in held if start < stop}
+    tokens = {token for start, stop in held for token in range(start, stop)}
+    assert node.covers(*span) == (set(range(*span)) <= tokens)
 
 
 def test_an_empty_artifact_keeps_nothing() -> None:

@@ -99,8 +99,10 @@ def test_one_restore_of_a_node_runs_at_a_time() -> None:
         store.evict(node)
     writer.abort()
     assert store.tier(node) == "nowhere"
-    store.restore(node).finish()
-    assert store.tier(node) == "device"
+    for _ in range(2):  # the second time nothing is missing
+        store.restore(node).finish()
+        assert store.tier(node) == "device"
+        store.check()
 
 
 def test_a_restore_that_finds_no_pages_leaves_the_state_as_it_was() -> None:
@@ -144,6 +146,12 @@ def test_only_held_spans_are_restored_and_kept() -> None:
     writer.abort()
     compute(store, node)
     assert [page is None for page in node.pages] == [True, False, True, True]
+    forget_cache(store)
+    writer = store.restore(node)
+    assert store.available(exclude=[kid]) == store.stats().pages_free == 14, (
+        "what is being restored is not evicted"
+    )
+    writer.abort()
     store.unhold(kid)
     assert_all_pages_back(store)
 

@@ -124,7 +124,11 @@ def test_colliding_digests_never_serve_wrong_pages(monkeypatch: pytest.MonkeyPat
     node = child(store, source, tokens)
     assert matched(store, [7, 7, 7, 7]) == 0
     assert matched(store, tokens) == 0, "same tokens in another context"
-    assert matched(store, tokens, salt="x") == 0
+    plain = [5] * 4
+    write(store, plain)
+    assert matched(store, plain) == 4
+    assert matched(store, plain, salt="x") == 0
+    assert matched(store, plain, signature={**SIGNATURE, "dtype": "float16"}) == 0
     assert reading(store, other, 3, 0).match(tokens) == 0, "same tokens behind another source"
     assert reading(store, source, 4, 0).match(tokens) == 0
     writer = reading(store, source, 3, 0)
