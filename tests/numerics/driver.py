@@ -88,7 +88,11 @@ class Driver:
         return event.choices[0]
 
     def evict_all(self) -> int:
-        """Evict every state that may be evicted. Returns how many pages went."""
+        """Evict every state that may be evicted, and spoil every page that nothing refers to.
+
+        A page that is read without having been computed again then makes the logits NaN. Returns how many
+        pages went.
+        """
         dropped = 0
         for record in list(self.core.preparer._records.values()):
             if record.sealed and record.held:
@@ -96,7 +100,18 @@ class Driver:
                     dropped += self.core.store.evict(record)
                 except KVStoreError as error:
                     assert error.code == "state_in_use", error
+        self._spoil_unused()
         return dropped
+
+    def _spoil_unused(self) -> None:
+        """Take all pages that nobody uses, which also forgets what they held, and fill them with NaN."""
+        store, arena = self.core.store, self.core._runner.arena
+        stats = store.stats()
+        writer = store.begin([], [], 0, signature={"spoiled": ""})
+        writer.reserve((stats.pages_free + stats.pages_cached) * store.page_size)
+        for layer in range(self.core.geometry.num_layers):
+            arena.layer(layer)[writer.pages] = float("nan")
+        writer.abort()
 
     def release_all(self) -> None:
         """Release every handle; then nothing may be left alive."""

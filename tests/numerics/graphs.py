@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dagengine.request import ContextRef, Request
-from dagengine_core_graph import ContextGraph, NodeSpans, Reference, definition, make_reference
+from dagengine_core_graph import NodeSpans, Reference, make_reference
 
 from .driver import Driver, request
 
@@ -117,20 +117,23 @@ def _random_ref(rng: random.Random, parent: Node, whole: str, policy: str) -> Re
 
 
 def pages_needed(plan: list[Node], page_size: int) -> int:
-    """Pages of the smallest pool in which every node fits together with what it sees."""
-    graph = ContextGraph()
-    most = 0
+    """Pages of a pool in which every node fits together with all of all its ancestors.
+
+    Enough whatever was evicted before. Less may not be: to recompute a node, what it digested must be there.
+    """
+    ancestry: dict[str, set[str]] = {}
+    pages = {node.name: -(-node.length // page_size) for node in plan}
     for node in plan:
-        graph.add(
-            node.name,
-            [r.reference() for r in node.refs],
-            length=node.length,
-            spans=node.spans(),
-            sealed=True,
-        )
-        seen = {(parent, offset // page_size) for parent, offset in definition.visible(graph, node.name)}
-        most = max(most, len(seen) + -(-node.length // page_size))
-    return most
+        ancestry[node.name] = {node.name}.union(*(ancestry[ref.parent] for ref in node.refs))
+    return max(sum(pages[name] for name in names) for names in ancestry.values())
+
+
+def inherits_only(plan: list[Node]) -> list[Node]:
+    """The same graph with every reference an inherit of a whole node."""
+    return [
+        replace(node, refs=tuple(replace(r, mode="inherit", span=None, at=None) for r in node.refs))
+        for node in plan
+    ]
 
 
 def run_at_once(

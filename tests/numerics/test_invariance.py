@@ -15,7 +15,7 @@ from dagengine.request import ContextRef, Request
 from dagengine.sampling import SamplingParams
 
 from .driver import Driver, request, save_tiny_llama
-from .graphs import Node, pages_needed, random_plan, run_at_once, run_by_state
+from .graphs import Node, inherits_only, pages_needed, random_plan, run_at_once, run_by_state
 
 BAR = 1e-4
 PAGE_SIZE = 4
@@ -101,7 +101,7 @@ def test_a_digested_source_that_was_released_and_evicted_is_computed_again(tiny_
             assert driver.evict_all() > 0
         choice = driver.choice(request("reader", [60, 61], 6, context=[ContextRef(state=digest)]))
         assert choice.dag.visible == 6
-        return choice.token_ids, driver.logits["reader"][7], driver.core.stats.restored_tokens
+        return choice.token_ids, driver.logits["reader"][1], driver.core.stats.restored_tokens
 
     kept, again = answer(False), answer(True)
     assert kept[0] == again[0]
@@ -110,12 +110,30 @@ def test_a_digested_source_that_was_released_and_evicted_is_computed_again(tiny_
     assert again[2] == 21 + 5 + 6
 
 
+def test_evicted_pages_that_are_still_there_are_not_counted_as_computed(tiny_folder: Path) -> None:
+    driver = Driver(tiny_folder, page_size=PAGE_SIZE, kv_pages=100)
+    state = driver.choice(request("source", range(20, 41))).dag.state
+    node, _ = driver.core.store.resolve(state)
+    assert driver.core.store.evict(node) == 6
+    choice = driver.choice(request("reader", [60, 61], 6, context=[ContextRef(state=state)]))
+    assert (choice.dag.reused, choice.dag.computed) == (21, 2)
+    driver.evict_all()
+    choice = driver.choice(request("again", [60, 61], 6, context=[ContextRef(state=state)]))
+    assert (choice.dag.reused, choice.dag.computed) == (0, 23)
+
+
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("run", [run_by_state, run_at_once])
-def test_a_pool_that_just_fits_the_largest_request(
+def test_a_pool_that_just_fits_the_largest_request_and_its_ancestors(
     tiny_folder: Path, answers: list[Answer], run: Callable[..., Any], page_size: int
 ) -> None:
-    for plan, answer in zip(PLANS, answers, strict=True):
+    chains = [inherits_only(plan) for plan in PLANS]
+    roomy = Driver(tiny_folder, page_size=PAGE_SIZE, kv_pages=4000)
+    found = []
+    for plan in chains:
+        found.append((run_by_state(roomy, plan), dict(roomy.logits)))
+        roomy.logits.clear()
+    for plan, answer in zip([*PLANS, *chains], [*answers, *found], strict=True):
         pages = pages_needed(plan, page_size)
         driver = Driver(tiny_folder, page_size=page_size, kv_pages=pages, max_num_batched_tokens=11)
         driver.check_every_step = True

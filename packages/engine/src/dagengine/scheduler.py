@@ -78,6 +78,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
+        self._chunks.pop(sequence.id, None)
         self._let_go(sequence)
         sequence.phase = Phase.DONE
 
@@ -114,7 +115,7 @@ class Scheduler:
         self._release_unneeded(state)
         self._hold(state, state.stack[-1].node.reads if state.stack else state.owner.reads)
         self._retire(work)
-        state.owner.restored += len(work.tokens)
+        state.owner.restored += len(work.tokens) - work.found
         self.num_restores += 1
 
     def cancel_restore(self, work: Restore) -> None:
@@ -255,6 +256,7 @@ class Scheduler:
             own_start=node.own_start,
             tokens=list(node.tokens[: writer.target]),
             computed=writer.num_tokens,
+            found=writer.num_tokens,
             writer=writer,
             lease=lease,
             context=context_extents(node.reads, lease),

@@ -82,7 +82,13 @@ class Work:
 
 @dataclass(eq=False)
 class Restore(Work):
-    """An evicted node computed again from its recipe, on behalf of a waiting sequence."""
+    """An evicted node computed again from its recipe, on behalf of a waiting sequence.
+
+    Attributes:
+        found: tokens whose pages were still there, and are not computed.
+    """
+
+    found: int = 0
 
 
 @dataclass(eq=False)
