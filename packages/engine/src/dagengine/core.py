@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import count
 
 import torch
 from dagengine_kernels import AttentionBackend, get_backend
-from dagengine_kvstore import KVStore, NodeRecord
+from dagengine_kvstore import KVStore, KVStoreError, NodeRecord
 from dagengine_positions import ModelAdapter, ModelGeometry
 from torch import Tensor
 
@@ -550,30 +551,41 @@ class EngineCore:
 
     def _finish(self, running: _Running, error: DagError | None) -> None:
         """The one way out: free what the request still holds, tell its dependents, emit its terminal event."""
-        request_id = running.request.id
-        del self._requests[request_id]
+        ending = deque([(running, error)])
+        while ending:
+            running, error = ending.popleft()
+            request_id = running.request.id
+            if self._requests.pop(request_id, None) is None:
+                continue
+            error = error and _without_frames(error)
+            self._free(running, failed=error is not None)
+            choices = () if error else tuple(running.choices[i] for i in sorted(running.choices))
+            self._stats.finish(error, choices)
+            self._events.append(FinishedEvent(request_id, choices, error))
+            for child_id in running.children:
+                child = self._requests.get(child_id)
+                if child is None:
+                    continue
+                if error is not None:
+                    ending.append((child, _parent_failed(request_id, error)))
+                else:
+                    child.parents.discard(request_id)
+                    self._try_begin(child_id)
+
+    def _free(self, running: _Running, *, failed: bool) -> None:
+        """Let go of everything that the request still holds; a failed one leaves no state."""
         for sequence in running.sequences:
             if sequence.index not in running.choices:
                 self._scheduler.remove(sequence)
                 self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
         self._release_targets(running)
-        if error is not None:
-            for choice in running.choices.values():
-                if choice.dag.state is not None:
+        for choice in running.choices.values():
+            if failed and choice.dag.state is not None:
+                try:
                     self.store.release(choice.dag.state)
-        choices = () if error else tuple(running.choices[i] for i in sorted(running.choices))
-        self._stats.finish(error, choices)
-        self._events.append(FinishedEvent(request_id, choices, error))
-        for child_id in running.children:
-            child = self._requests.get(child_id)
-            if child is None:
-                continue
-            if error is not None:
-                reason = f"{request_id!r}, which it reads, ended with {error.code}: {error.message}"
-                self._finish(child, DagError("parent_failed", reason))
-            else:
-                child.parents.discard(request_id)
-                self._try_begin(child_id)
+                except KVStoreError as error:
+                    if error.code != "state_released":
+                        raise
 
     def _fail_sequence(self, sequence: Sequence, error: DagError) -> None:
         running = self._requests.get(sequence.request.id)
@@ -599,6 +611,21 @@ class EngineCore:
             except Exception as error:
                 raise DagError("unsupported", str(error), "backend") from None
         return self._backends[name]
+
+
+def _without_frames(error: DagError) -> DagError:
+    """The same error for an event: whoever keeps it must not keep the frames that raised it, and their nodes."""
+    if error.__traceback__ is None and error.__context__ is None:
+        return error
+    return DagError(error.code, error.message, error.field)
+
+
+def _parent_failed(parent_id: str, error: DagError) -> DagError:
+    """What a dependent of a failed request ends with; it names the request that failed first."""
+    if error.code == "parent_failed":
+        return error
+    reason = f"{parent_id!r}, which it reads, ended with {error.code}: {error.message}"
+    return DagError("parent_failed", reason)
 
 
 def _check_parent(parent_id: str, earlier: Mapping[str, Request], field_name: str) -> None:
