@@ -118,7 +118,7 @@ class Preparer:
         """
         begin = time.perf_counter()
         try:
-            references = tuple(_reference(ref) for ref in refs)
+            references = tuple(_reference(ref, index) for index, ref in enumerate(refs))
             context = compile_context(self.graph, references)
         except GraphError as error:
             raise as_dag_error(error, "context") from None
@@ -272,8 +272,11 @@ class Preparer:
         return wanted, visible + -(-(len(request.input_ids) + wanted) // size)
 
 
-def _reference(ref: ResolvedRef) -> Reference:
-    return make_reference(ref.node.uid, ref.ref.mode, ref.ref.span, ref.at, ref.ref.start)
+def _reference(ref: ResolvedRef, index: int) -> Reference:
+    try:
+        return make_reference(ref.node.uid, ref.ref.mode, ref.ref.span, ref.at, ref.ref.start)
+    except GraphError as error:
+        raise DagError(error.code, error.message, f"context[{index}].{error.field}") from None
 
 
 def context_extents(reads: Sequence[Read], lease: Lease) -> Extents:
