@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from helpers import make_store, write
+from kvstore_helpers import make_store, write
 
 from dagengine_kvstore import KVStore, LeakError, NodeRecord, Read
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from helpers import Clock, make_store, write
+from kvstore_helpers import Clock, make_store, write
 
 
 def test_events_tell_the_life_of_a_state_in_order() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from helpers import SIGNATURE, assert_all_pages_back, child, make_store, refused, write
+from kvstore_helpers import SIGNATURE, assert_all_pages_back, child, make_store, refused, write
 
 from dagengine_kvstore import Candidate, KVStore, NotResident, OutOfPages, Parent, Read
 
@@ -61,6 +61,16 @@ def test_leased_pinned_and_unsealed_nodes_are_never_evicted() -> None:
     lease.release()
     fill(store, 4)
     store.check()
+
+
+def test_a_pinned_fork_of_no_tokens_pins_what_its_node_passes_on_and_not_the_node() -> None:
+    store = make_store()
+    parent = write(store, [1] * 4)
+    node = child(store, parent, [2] * 4)
+    store.name(node, at=0, pin=True)
+    assert store.evict(node) == 1
+    with refused("state_in_use"):
+        store.evict(parent)
 
 
 def test_a_writer_never_evicts_what_it_reads() -> None:

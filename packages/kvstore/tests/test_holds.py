@@ -3,9 +3,9 @@ from __future__ import annotations
 import gc
 import weakref
 
-from helpers import SIGNATURE, assert_all_pages_back, child, make_store, refused, write
 from hypothesis import given
 from hypothesis import strategies as st
+from kvstore_helpers import SIGNATURE, assert_all_pages_back, child, make_store, refused, write
 
 from dagengine_kvstore import Parent, Read
 

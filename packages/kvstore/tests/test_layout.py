@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers import refused
+from kvstore_helpers import refused
 
 from dagengine_kvstore import KVLayout, LayerGroupLayout
 

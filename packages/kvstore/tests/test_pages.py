@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from helpers import refused
 from hypothesis import given
 from hypothesis import strategies as st
+from kvstore_helpers import refused
 
 from dagengine_kvstore.pages import FreeRuns, PagePool, PageState
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers import make_store, refused
+from kvstore_helpers import make_store, refused
 
 from dagengine_kvstore import LeastRecentlyUsed, NoTransfer, plugins
 from dagengine_kvstore.registry import EVICTION_POLICIES, TRANSFERS, load

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers import assert_all_pages_back, child, make_store, refused, write
+from kvstore_helpers import assert_all_pages_back, child, make_store, refused, write
 
 from dagengine_kvstore import KVStore, NodeRecord, NotResident, OutOfPages, Parent, Read
 

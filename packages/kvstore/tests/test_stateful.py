@@ -1,4 +1,4 @@
-"""Any order of operations, against the naive account in shadow.py; the books are checked after each."""
+"""Any order of operations, against the naive account in kvstore_shadow.py; the books are checked after each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from shadow import Arena, Instance, ShadowNode, context_of, covered_pages, lay_out, parent_of
+from kvstore_shadow import Arena, Instance, ShadowNode, context_of, covered_pages, lay_out, parent_of
 
 from dagengine_kvstore import KVStore, KVStoreError, Lease, NotResident, OutOfPages, Read, Writer
 from dagengine_kvstore.audit import problems
@@ -311,16 +311,16 @@ class StoreMachine(RuleBasedStateMachine):
         node, _ = self.pick(data, self.held_nodes())
         leased = any(read.node is node.record for _, reads in self.leases for read in reads)
         pinned = {
-            record
+            instance[0].record
             for owner, at, _, pin in self.handles.values()
             if pin
-            for record in (owner.record, *(instance[0].record for instance in owner.passed))
+            for instance in [*owner.passed, *((owner, offset) for offset in range(at))]
         }
         if leased or node.record in pinned:
             with pytest.raises(KVStoreError) as caught:
                 self.store.evict(node.record)
             assert caught.value.code == "state_in_use"
-        elif node.record not in self.books.pinned():
+        else:
             self.store.evict(node.record)
             assert all(page is None for page in node.record.pages)
 

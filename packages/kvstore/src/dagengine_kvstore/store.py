@@ -127,7 +127,7 @@ class KVStore:
             salt: the tenant that asks; None: not checked. The handle is the node's tenant's.
             name: a label for people; not unique, not resolved.
             ttl_s: the handle ends by itself after so many seconds, unless pinned.
-            pin: the node and what it passes on are never evicted while the handle lives.
+            pin: what the handle keeps is never evicted: the node, unless `at` is 0, and what it passes on.
 
         Raises:
             KVStoreError `state_not_sealed`, `parent_failed`, `state_not_found` (another tenant's),
