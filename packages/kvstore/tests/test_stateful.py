@@ -1,4 +1,4 @@
-"""Any order of operations, against the naive account in kvstore_shadow.py; the books are checked after each."""
+"""Any order of operations, against the account in kvstore_shadow.py; the books are checked after each."""
 
 from __future__ import annotations
 
