@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request
@@ -22,8 +21,6 @@ from .openapi import describe
 from .routes import graphs, openai, ops, states
 from .service import Service
 from .settings import ServerSettings
-
-log = logging.getLogger("dagengine.server")
 
 
 def create_app(engine: EngineThread, settings: ServerSettings | None = None) -> FastAPI:
@@ -85,12 +82,7 @@ def _handle_errors(app: FastAPI, settings: ServerSettings) -> None:
     async def left(request: Request, error: Exception) -> Response:
         return refuse(DagError("cancelled", "the client has left"))
 
-    async def failed(request: Request, error: Exception) -> Response:
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return refuse(DagError("internal", "unexpected"))
-
     app.add_exception_handler(DagError, refused)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(ClientDisconnect, left)
-    app.add_exception_handler(Exception, failed)

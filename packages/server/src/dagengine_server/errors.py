@@ -51,6 +51,7 @@ STATUS: Mapping[str, int] = {
 }
 TYPES: Mapping[int, str] = {401: "authentication_error", 429: "rate_limit_error"}
 HTTP_CODES: Mapping[int, str] = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+MAX_MESSAGE = 2000
 SAFE_INTERNAL = ("the model produced no finite logits",)
 
 
@@ -66,7 +67,9 @@ def public(error: DagError) -> DagError:
     if error.code not in STATUS or (error.code == "internal" and error.message not in SAFE_INTERNAL):
         log.error("a request failed: %s", error)
         return DagError("internal", "the server failed on this request; its log says why")
-    return error
+    return DagError(
+        error.code, error.message[:MAX_MESSAGE], error.field[:MAX_MESSAGE] if error.field else None
+    )
 
 
 def envelope(error: DagError) -> dict[str, Any]:

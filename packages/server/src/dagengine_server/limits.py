@@ -6,6 +6,7 @@ Gate ── 503 while draining, 429 when too much is in work, request ids, count
 
 from __future__ import annotations
 
+import logging
 import time
 from uuid import uuid4
 
@@ -18,6 +19,7 @@ from .auth import is_health
 from .errors import error_response
 from .service import Service
 
+log = logging.getLogger("dagengine.server")
 MAX_CLIENT_ID = 128
 WORK = ("/v1/chat/completions", "/v1/completions", "/v1/states", "/v1/graphs", "/tokenize", "/detokenize")
 
@@ -40,12 +42,12 @@ class Gate:
         scope.setdefault("state", {})["request_id"] = request_id
         client_id = Headers(scope=scope).get("x-client-request-id")
         echoed = client_id if client_id and len(client_id) <= MAX_CLIENT_ID else None
-        status = 499
+        status, started = 499, False
 
         async def send_with_ids(message: Message) -> None:
-            nonlocal status
+            nonlocal status, started
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, started = message["status"], True
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
                 if echoed is not None:
@@ -61,6 +63,11 @@ class Gate:
                 await answer(scope, receive, send_with_ids)
             else:
                 await self._app(scope, receive, send_with_ids)
+        except Exception:
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            if started:
+                raise
+            await error_response(DagError("internal", "unexpected"))(scope, receive, send_with_ids)
         finally:
             service.open_requests -= is_work
             route = getattr(scope.get("route"), "path", "unmatched")

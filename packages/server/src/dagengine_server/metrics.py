@@ -20,6 +20,8 @@ from dagengine.async_engine import EngineThread
 from dagengine.core import EngineCore
 from dagengine.request import Event, Request, TokenEvent
 
+from .errors import STATUS
+
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 SHORT = (1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
@@ -147,7 +149,7 @@ class Metrics:
 
     def refused(self, code: str) -> None:
         """Count a request that ended with an error of a known code."""
-        self._errors.labels(code).inc()
+        self._errors.labels(code if code in STATUS else "other").inc()
         if code in ADAPTER_REASONS:
             self._rejections.labels(code).inc()
 

@@ -87,7 +87,7 @@ class Message(Strict):
 class ContextItem(Strict):
     """One reference to a state."""
 
-    state: str
+    state: str = Field(max_length=256)
     mode: Literal["inherit", "digest", "artifact"] = "inherit"
     span: SpanField = Field(None, description="Of an artifact, in the state's own tokens; default `output`.")
     at: int | None = Field(None, ge=0, description="Read only the state's first `at` tokens.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from types import FrameType
 from typing import Any
@@ -22,6 +23,7 @@ from .service import Service
 log = logging.getLogger("dagengine.server")
 POLL_S = 0.05
 LAST_ANSWERS_S = 5.0
+FLUSH_S = 0.2
 
 
 def serve(
@@ -61,8 +63,17 @@ def serve(
     except SystemExit:
         return 1
     finally:
-        app.state.service.engine.close()
+        _close(app.state.service)
     return 0 if server.started else 1
+
+
+def _close(service: Service) -> None:
+    """Close the engine, unless its thread hangs: then the process ends without it."""
+    closing = threading.Thread(target=service.engine.close, daemon=True)
+    closing.start()
+    closing.join(LAST_ANSWERS_S)
+    if closing.is_alive():
+        log.error("the engine's thread does not stop; leaving it behind")
 
 
 class DrainingServer(uvicorn.Server):
@@ -85,19 +96,28 @@ class DrainingServer(uvicorn.Server):
         self._service.draining = True
         if self._loop is None:
             self.should_exit = True
-        elif self._drain is None:
-            self._loop.call_soon_threadsafe(self._begin_drain)
+        else:
+            self._loop.call_soon_threadsafe(self._stop_now if self._signals > 1 else self._begin_drain)
 
     def _begin_drain(self) -> None:
-        if self._drain is None:
-            self._drain = asyncio.get_running_loop().create_task(self._drained())
+        self._drain = asyncio.get_running_loop().create_task(self._drained())
 
     async def _drained(self) -> None:
         service, deadline = self._service, time.monotonic() + self._timeout_s
         log.info("shutting down: %d requests may take %g seconds", service.open_requests, self._timeout_s)
-        while service.open_requests and self._signals < 2 and time.monotonic() < deadline:
+        while service.open_requests and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
-        if service.open_requests:
-            log.warning("shutting down: %d requests are cancelled", service.open_requests)
-            service.cancel_all(DagError("draining", "the server is shutting down"))
+        self._cancel_rest()
         self.should_exit = True
+
+    def _stop_now(self) -> None:
+        self._cancel_rest()
+        asyncio.get_running_loop().call_later(FLUSH_S, self._leave)
+
+    def _leave(self) -> None:
+        self.should_exit = self.force_exit = True
+
+    def _cancel_rest(self) -> None:
+        if self._service.open_requests:
+            log.warning("shutting down: %d requests are cancelled", self._service.open_requests)
+            self._service.cancel_all(DagError("draining", "the server is shutting down"))

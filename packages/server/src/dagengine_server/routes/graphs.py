@@ -64,7 +64,7 @@ async def run_graph(request: Request) -> Response:
     try:
         if job.document.stream:
             with service.submission(
-                id_of(request), tenant_of(request), requests, together=True
+                id_of(request), tenant_of(request), requests, locate=_unlocated, together=True
             ) as submission:
                 await submission.start()
                 source = _events(submission, job, head, service)
@@ -86,11 +86,16 @@ async def compile_graph(request: Request) -> Response:
     """What every node would see, where, and at what cost; the model does not run."""
     service, job = service_of(request), await _job(request)
     requests = list(job.plan.requests)
-    found = {
-        row.request_id: row for row in await service.call(lambda core: explain(core, requests, job.salt))
-    }
+    rows = await service.call(lambda core: explain(core, requests, job.salt))
+    return json_response(plan_of(job.document, job.plan, rows))
+
+
+def plan_of(document: GraphDocument, plan: GraphRequests, rows: Sequence[Explanation]) -> dict[str, Any]:
+    """The answer for explained requests, in the order of the document's nodes."""
+    job = Job(document, plan, "")
+    found = {row.request_id: row for row in rows}
     nodes = [_explained(found[request_id], job) for request_id in job.in_order]
-    return json_response({"object": "dagengine.graph.plan", "nodes": nodes})
+    return {"object": "dagengine.graph.plan", "nodes": nodes}
 
 
 async def _job(request: Request) -> Job:

@@ -127,7 +127,10 @@ async def retain_state(request: Request, state_id: str) -> Response:
     body = parse_body(RetainBody, {} if value is None else value)
     salt = tenant_of(request).salt(body.cache_salt)
     if body.ttl_s is not None:
-        parse_keep({"ttl_s": body.ttl_s}, "")
+        try:
+            parse_keep({"ttl_s": body.ttl_s}, "keep")
+        except DagError as error:
+            raise renamed(error, {"keep.ttl_s": "ttl_s"}) from None
 
     def retain(core: EngineCore) -> dict[str, Any]:
         try:

@@ -1,0 +1,124 @@
+"""SIGTERM in a process of its own: what runs may end, what is new is refused, the second one means now."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import DEADLINE_S, wait_until
+from sockets import RawClient
+
+LONG = {"prompt": "the", "max_tokens": 60, "min_tokens": 60, "temperature": 0, "stream": True}
+
+
+@dataclass(frozen=True)
+class Process:
+    """A server in a process of its own."""
+
+    pid: int
+    port: int
+    ask: Callable[[str], int]
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def exit_status(self) -> int:
+        """Wait for its end."""
+        return self.ask(f"wait {self.pid}")
+
+
+Start = Callable[[float, float], Process]
+
+
+@pytest.fixture(scope="module")
+def forker(model_folder: Path) -> Iterator[Callable[[str], int]]:
+    script = str(Path(__file__).parent / "drained_server.py")
+    with subprocess.Popen(
+        [sys.executable, script, str(model_folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def ask(command: str) -> int:
+            print(command, file=process.stdin, flush=True)
+            return int(process.stdout.readline())
+
+        yield ask
+        process.stdin.close()
+
+
+@pytest.fixture
+def start_process(forker: Callable[[str], int]) -> Iterator[Start]:
+    started: list[Process] = []
+
+    def begin(timeout_s: float, step_s: float) -> Process:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        process = Process(forker(f"serve {port} {timeout_s} {step_s}"), port, forker)
+        started.append(process)
+        wait_until(lambda: _status(port, "/health/ready") == 200)
+        return process
+
+    yield begin
+    for process in started:
+        if _status(process.port, "/health") is not None:
+            process.signal(signal.SIGKILL)
+            process.exit_status()
+
+
+def _status(port: int, path: str) -> int | None:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=5).status_code
+    except httpx.TransportError:
+        return None
+
+
+def test_running_requests_end_before_the_server_does(start_process: Start) -> None:
+    process = start_process(20.0, 0.02)
+    client = RawClient(process.port)
+    client.send("/v1/completions", LONG)
+    client.read_until(b"data: ", 2)
+    process.signal(signal.SIGTERM)
+    wait_until(lambda: _status(process.port, "/health/ready") == 503)
+    assert _status(process.port, "/health") == 200
+    refused = httpx.post(f"http://127.0.0.1:{process.port}/v1/completions", json=LONG, timeout=DEADLINE_S)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert client.read_to_end().count(b"[DONE]") == 1
+    assert process.exit_status() == 0
+
+
+def test_what_takes_too_long_is_told_and_cancelled(start_process: Start) -> None:
+    process = start_process(0.3, 0.1)
+    client = RawClient(process.port)
+    client.send("/v1/completions", LONG)
+    client.read_until(b"data: ", 2)
+    process.signal(signal.SIGTERM)
+    received = client.read_to_end()
+    assert b'"code":"draining"' in received and b"[DONE]" not in received
+    assert process.exit_status() == 0
+
+
+def test_the_second_signal_means_now(start_process: Start) -> None:
+    process = start_process(1000.0, 0.1)
+    client = RawClient(process.port)
+    client.send("/v1/completions", {**LONG, "max_tokens": 400, "min_tokens": 400})
+    client.read_until(b"data: ", 2)
+    process.signal(signal.SIGTERM)
+    wait_until(lambda: _status(process.port, "/health/ready") == 503)
+    process.signal(signal.SIGTERM)
+    assert b'"code":"draining"' in client.read_to_end()
+    assert process.exit_status() == 0
+
+
+def test_an_idle_server_stops_at_once(start_process: Start) -> None:
+    process = start_process(1000.0, 0.0)
+    process.signal(signal.SIGINT)
+    assert process.exit_status() == 0
