@@ -6,6 +6,7 @@ the batch. Greedy rows without any processing take a vectorised path that gives 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ class Sampled:
 
 
 class NonFiniteLogits(ValueError):
-    """A row's logits hold NaN or only infinities: the sequence cannot go on."""
+    """A row's logits hold NaN or only infinities, or no id may be chosen: the sequence cannot go on."""
 
     def __init__(self, row: int) -> None:
         super().__init__(f"row {row} has no finite logits")
@@ -65,17 +66,24 @@ def sample(logits: Tensor, rows: SequenceOf[SamplingRow]) -> list[Sampled | NonF
             result.append(NonFiniteLogits(index))
             continue
         token = greedy[index] if row.plain_greedy else _sample_row(logits[index], row)
+        if token is None:
+            result.append(NonFiniteLogits(index))
+            continue
         result.append(Sampled(token, _logprob(logits[index], token, row.params.logprobs)))
     return result
 
 
-def _sample_row(logits: Tensor, row: SamplingRow) -> int:
+def _sample_row(logits: Tensor, row: SamplingRow) -> int | None:
+    """A token id, or None if every id is banned or masked."""
     params = row.params
     scores = _penalised(logits.clone(), row)
+    peak = scores.max()
+    if not torch.isfinite(peak):
+        return None
     if params.temperature == 0.0:
         return int(scores.argmax())
     assert row.generator is not None
-    scores /= max(params.temperature, 1e-5)
+    scores = (scores - peak) / max(params.temperature, 1e-5)
     ordered, ids = scores.sort(descending=True, stable=True)
     probs = torch.softmax(ordered, dim=-1)
     keep = torch.ones_like(probs, dtype=torch.bool)
@@ -116,5 +124,5 @@ def _logprob(logits: Tensor, token: int, count: int | None) -> TokenLogprob | No
     top: tuple[tuple[int, float], ...] = ()
     if count:
         values, ids = logprobs.topk(min(count, logprobs.shape[-1]))
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        top = tuple(p for p in zip(ids.tolist(), values.tolist(), strict=True) if math.isfinite(p[1]))
     return TokenLogprob(token, float(logprobs[token]), top)
