@@ -19,7 +19,13 @@ import torch
 from dagengine_kernels import get_backend
 from dagengine_kvstore import KVStore
 from dagengine_kvstore.torch_arena import TorchArena
-from dagengine_positions import ModelAdapter, ModelGeometry, adapter_for, geometry_from_config
+from dagengine_positions import (
+    ModelAdapter,
+    ModelGeometry,
+    adapter_for,
+    geometry_from_config,
+    position_policies,
+)
 
 from .config import EngineConfig
 from .core import EngineCore, Observer
@@ -166,6 +172,10 @@ def assemble(
         get_backend("segmented" if config.attention_backend == "auto" else config.attention_backend)
     except Exception as error:
         raise as_dag_error(error, "attention_backend") from None
+    try:
+        position_policies.get(config.position_policy)
+    except Exception as error:
+        raise as_dag_error(error, "position_policy") from None
     kv_heads = {(g.num_kv_heads, g.head_dim) for g in geometry.groups}
     if len(kv_heads) != 1:
         raise DagError("unsupported", "layers with different KV shapes are not supported", "model")

@@ -204,7 +204,7 @@ class Client:
         position_options: Mapping[str, object] | None = None,
         **options: Any,
     ) -> Explanation:
-        """What a request would see, where, and at what cost. Without a prompt a single token stands for it."""
+        """What a request would see, where, and at what cost. Without a prompt one token stands for it."""
         node = {
             "id": "request",
             "input": [0] if prompt is None else _json_input(prompt),
