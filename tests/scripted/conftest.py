@@ -14,4 +14,5 @@ sys.path.insert(0, str(Path(__file__).parent))
 def scripted_backends(tmp_path_factory: pytest.TempPathFactory) -> None:
     from scripted_model import register_backend
 
-    register_backend(tmp_path_factory.mktemp("plugin"), {"scripted": "scripted_model:ScriptedBackend"})
+    names = {"scripted": "scripted_model:ScriptedBackend", "scripted-twin": "scripted_model:TwinBackend"}
+    register_backend(tmp_path_factory.mktemp("plugin"), names)

@@ -6,9 +6,9 @@
 
 The sums are modulo 2**64, so they depend on the multiset and on no order. `h0` is a fact about a token
 instance: KV that was computed under another context, or at another relative position, gives other tokens for
-whoever reads it. K holds a unit vector that the engine's own append rotates by one radian per stored position:
-the backend finds there the position that was really written. Tokens reach the backend through the pages that
-the segment table names, and in no other way.
+whoever reads it. K holds a unit vector that the engine's own append rotates by one radian per stored
+position: the backend finds there the position that was really written. Tokens reach the backend through the
+pages that the segment table names, and in no other way.
 """
 
 from __future__ import annotations
@@ -183,6 +183,12 @@ class ScriptedBackend(AttentionBackend):
 
     def forget(self, sequence_id: int) -> None:
         self._static.pop(sequence_id, None)
+
+
+class TwinBackend(ScriptedBackend):
+    """The same under another name, for batches of several backends."""
+
+    name: ClassVar[str] = "scripted-twin"
 
 
 def geometry() -> ModelGeometry:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from simulator import Settings, World, run_world
+from simulator import Settings, run_world
 
 WORLDS_PER_TEST = 6
 GRAPHS_PER_WORLD = 8
@@ -47,8 +47,3 @@ def test_a_run_is_its_seed() -> None:
     """Two runs of one seed do the same, step by step; otherwise a printed seed would repeat nothing."""
     first, second = (run_world(3, 3) for _ in range(2))
     assert first == second
-
-
-def test_the_world_begins_empty() -> None:
-    world = World(0)
-    assert not world.core.has_work and world.core.store.stats().pages_live == 0

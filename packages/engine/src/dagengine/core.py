@@ -595,7 +595,7 @@ class EngineCore:
     def _fail_chunks(self, chunks: list[Chunk], error: Exception) -> None:
         for chunk in chunks:
             if isinstance(chunk.work, Restore):
-                self._scheduler.cancel_restore(chunk.work)
+                self._scheduler.fail_restore(chunk.work, as_dag_error(error))
             elif isinstance(chunk.work, Sequence):
                 self._fail_sequence(chunk.work, as_dag_error(error))
         self.store.check()

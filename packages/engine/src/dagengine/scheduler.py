@@ -118,10 +118,12 @@ class Scheduler:
         state.owner.restored += len(work.tokens) - work.found
         self.num_restores += 1
 
-    def cancel_restore(self, work: Restore) -> None:
-        """A restore failed in its step: give up on its owner's behalf; the owner may try again."""
+    def fail_restore(self, work: Restore, error: DagError) -> None:
+        """A restore failed in its step: its owner ends with that error, since it would fail again."""
         if self._restoring is not None and self._restoring.job is work:
+            owner = self._restoring.owner
             self._end_restoring()
+            self._fail(owner, error)
 
     def _admit_first(self, budget: int) -> int | None:
         """Admit the first waiting sequence that may start. Returns its tokens in this step, or None to wait."""
