@@ -81,7 +81,7 @@ class Message(Strict):
         WithJsonSchema({"oneOf": [TEXT, {"type": "array", "items": {"type": "object"}}]}),
         Field(description='Text, or a list of parts `{"type": "text", "text": ...}`.'),
     ]
-    name: str | None = Field(None, description="Refused unless the model's chat template uses it.")
+    name: str | None = Field(default=None, description="Refused unless the model's chat template uses it.")
 
 
 class ContextItem(Strict):
@@ -89,10 +89,12 @@ class ContextItem(Strict):
 
     state: str = Field(max_length=256)
     mode: Literal["inherit", "digest", "artifact"] = "inherit"
-    span: SpanField = Field(None, description="Of an artifact, in the state's own tokens; default `output`.")
-    at: int | None = Field(None, ge=0, description="Read only the state's first `at` tokens.")
+    span: SpanField = Field(
+        default=None, description="Of an artifact, in the state's own tokens; default `output`."
+    )
+    at: int | None = Field(default=None, ge=0, description="Read only the state's first `at` tokens.")
     start: int | None = Field(
-        None, ge=0, description="View position of the first token, for policy `explicit`."
+        default=None, ge=0, description="View position of the first token, for policy `explicit`."
     )
 
 
@@ -100,10 +102,12 @@ class DagOptions(Strict):
     """What the request reads of earlier states, how it is laid out, and whether its result is kept."""
 
     context: list[ContextItem] = Field(default_factory=list)
-    position: dict[str, Any] | None = Field(None, description='`{"policy": name}` and the policy\'s options.')
-    backend: str | None = Field(None, description="Attention backend for this request.")
+    position: dict[str, Any] | None = Field(
+        default=None, description='`{"policy": name}` and the policy\'s options.'
+    )
+    backend: str | None = Field(default=None, description="Attention backend for this request.")
     keep: dict[str, Any] | None = Field(
-        None, description='`{"ttl_s", "pin", "name"}`: keep the result as a state.'
+        default=None, description='`{"ttl_s", "pin", "name"}`: keep the result as a state.'
     )
 
 
@@ -115,7 +119,10 @@ class StreamOptions(Strict):
 class Tenanted(Strict):
     model: str | None = None
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=256, description="States and reuse are shared only within one salt."
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="States and reuse are shared only within one salt.",
     )
 
 
@@ -174,17 +181,17 @@ class Generation(Tenanted):
     n: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    priority: int = Field(0, ge=-(2**31), le=2**31, description="Lower is scheduled earlier.")
-    user: str | None = Field(None, max_length=1024, description="Informational; changes nothing.")
-    return_token_ids: bool = Field(False, description="Each choice also has its `token_ids`.")
-    dag: DagOptions = Field(default_factory=DagOptions)
+    priority: int = Field(default=0, ge=-(2**31), le=2**31, description="Lower is scheduled earlier.")
+    user: str | None = Field(default=None, max_length=1024, description="Informational; changes nothing.")
+    return_token_ids: bool = Field(default=False, description="Each choice also has its `token_ids`.")
+    dag: DagOptions = DagOptions()
 
 
 class ChatBody(Generation):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
-    max_completion_tokens: int | None = Field(None, description="As `max_tokens`.")
+    max_completion_tokens: int | None = Field(default=None, description="As `max_tokens`.")
     logprobs: bool = False
     top_logprobs: int | None = None
 
@@ -193,9 +200,11 @@ class CompletionBody(Generation):
     """`POST /v1/completions`."""
 
     prompt: Prompt
-    logprobs: int | None = Field(None, description="How many alternatives to report beside each token.")
+    logprobs: int | None = Field(
+        default=None, description="How many alternatives to report beside each token."
+    )
     add_special_tokens: bool | None = Field(
-        None, description="Default: iff the prompt is text and there is no context."
+        default=None, description="Default: iff the prompt is text and there is no context."
     )
 
 
@@ -204,8 +213,8 @@ class StateBody(Tenanted):
 
     input: Input
     add_special_tokens: bool | None = None
-    priority: int = Field(0, ge=-(2**31), le=2**31)
-    dag: DagOptions = Field(default_factory=DagOptions)
+    priority: int = Field(default=0, ge=-(2**31), le=2**31)
+    dag: DagOptions = DagOptions()
 
 
 class ForkBody(Strict):
@@ -213,7 +222,7 @@ class ForkBody(Strict):
 
     at: int = Field(ge=0, description="The new handle shows the first `at` tokens.")
     keep: dict[str, Any] | None = None
-    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
 
 class RetainBody(Strict):
@@ -221,9 +230,9 @@ class RetainBody(Strict):
 
     ttl_s: float | None = None
     pin: bool | None = Field(
-        None, description="Never evict (true) or evict when needed (false); absent: as it is."
+        default=None, description="Never evict (true) or evict when needed (false); absent: as it is."
     )
-    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
 
 class TokenizeBody(Strict):

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TypeVar
+from typing import TypeVar, cast, get_args
 
 from dagengine import DagError
 from dagengine.async_engine import EngineThread
 from dagengine.core import EngineCore
 from dagengine.inputs import InputEncoder
-from dagengine.request import ContextRef, Request
+from dagengine.request import ContextRef, Request, SpanName
 from dagengine.tokenizer import Tokenizer
 
 from .metrics import Metrics
@@ -171,10 +171,12 @@ class Service:
         return None
 
 
-def parse_span(value: object, path: str) -> str | tuple[int, int] | None:  # the engine's type, unchecked
+def parse_span(value: object, path: str) -> SpanName | tuple[int, int] | None:
     """A span from JSON: a name or `[start, stop]`. Raises DagError."""
-    if value is None or value in ("prompt", "output", "turn", "all"):
-        return value  # type: ignore[return-value]
+    if value is None:
+        return None
+    if isinstance(value, str) and value in get_args(SpanName):
+        return cast(SpanName, value)
     if isinstance(value, list) and len(value) == 2 and all(type(item) is int for item in value):
         if not 0 <= value[0] <= value[1]:
             raise DagError(
