@@ -11,16 +11,21 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as HFTokenizer
 
 from .errors import DagError
 
 _MARK = "\u2063system\u2063"
+_SPECIALS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +51,18 @@ class Tokenizer:
         self._tokenizer = HFTokenizer.from_file(str(path))
         config_path = folder / "tokenizer_config.json"
         config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.exists() else {}
-        self.bos_token = _token_text(config.get("bos_token"))
-        self.eos_token = _token_text(config.get("eos_token"))
+        self._specials = {
+            name: text for name in _SPECIALS if (text := _token_text(config.get(name))) is not None
+        }
+        self.bos_token, self.eos_token = self._specials.get("bos_token"), self._specials.get("eos_token")
+        self._vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.template_source = chat_template or _folder_template(folder, config)
         self._template = self._compile(self.template_source) if self.template_source else None
 
     @property
     def vocab_size(self) -> int:
-        """Ids the tokenizer knows, added tokens included; larger ids of a padded matrix are never sampled."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        """One more than the largest id, added tokens included; larger ids of a padded matrix are never sampled."""
+        return self._vocab_size
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of `text` as it stands.
@@ -76,18 +84,21 @@ class Tokenizer:
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, generate: bool, has_context: bool
-    ) -> ChatPrompt:
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, generate: bool, has_context: bool) -> ChatPrompt:
         """Render messages and encode them.
 
         With a context there is no second BOS and no default system turn: the messages are rendered after a
-        system turn of ours, which is then cut off. The generation prompt is added iff the node generates.
+        system turn of ours, which is then cut off; where the template has no such turn there is no default to
+        avoid. The generation prompt is added iff the node generates.
 
         Raises:
             DagError: `invalid_request` with the template's own message where it refuses the messages.
         """
-        text = self._render_after_context(messages, generate) if has_context else self._render(messages, generate)
+        text = (
+            self._render_after_context(messages, generate)
+            if has_context
+            else self._render(messages, generate)
+        )
         encoding = self._encode_with_offsets(text)
         if not generate:
             return ChatPrompt(tuple(encoding.ids), None)
@@ -106,26 +117,26 @@ class Tokenizer:
 
     def _render_after_context(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
         if messages and messages[0].get("role") == "system":
-            return self._without_bos(self._render(messages, generate))
+            return self._without_bos(messages, generate)
         before = [{"role": "system", "content": _MARK}]
-        prefix = self._render(before, False)
-        text = self._render([*before, *messages], generate)
-        if not text.startswith(prefix):
-            raise DagError(
-                "invalid_request",
-                "the chat template does not render a system turn by itself, so messages cannot follow a context; "
-                "send `input` as text or ids instead",
-                "messages",
-            )
-        return text.removeprefix(prefix)
+        try:
+            prefix, text = self._render(before, False), self._render([*before, *messages], generate)
+        except DagError:
+            prefix = text = ""
+        if _MARK in prefix and text.startswith(prefix):
+            return text.removeprefix(prefix)
+        return self._without_bos(messages, generate)
 
-    def _without_bos(self, text: str) -> str:
-        """Cut a BOS that the template itself wrote: one that a post-processor would add in front of any text."""
+    def _without_bos(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
+        """Render without the BOS that the template writes in front: its variable, or what a post-processor adds."""
+        text = self._render(messages, generate)
+        if self.bos_token and text.startswith(self.bos_token):
+            if not self._render(messages, generate, bos_token="").startswith(self.bos_token):
+                return text.removeprefix(self.bos_token)
         added = self.encode("", add_special_tokens=True)
-        bos = self.token_text(added[0]) if added else None
-        return text.removeprefix(bos) if bos else text
+        return text.removeprefix(self.token_text(added[0])) if added else text
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], generate: bool, **replaced: str) -> str:
         if self._template is None:
             raise DagError(
                 "unsupported", "this model has no chat template; send text, or set one", "messages"
@@ -134,12 +145,13 @@ class Tokenizer:
             return self._template.render(
                 messages=[dict(m) for m in messages],
                 add_generation_prompt=generate,
-                bos_token=self.bos_token or "",
-                eos_token=self.eos_token or "",
+                tools=None,
+                documents=None,
+                **{"bos_token": "", "eos_token": ""} | self._specials | replaced,
             )
         except jinja2.TemplateError as error:
             raise DagError("invalid_request", f"the chat template refuses: {error}", "messages") from None
-        except (TypeError, ValueError, AttributeError, KeyError, IndexError, RecursionError) as error:
+        except Exception as error:
             raise DagError("invalid_request", f"the chat template fails: {error}", "messages") from None
 
     @staticmethod
@@ -148,21 +160,36 @@ class Tokenizer:
             raise jinja2.TemplateError(message)
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
         try:
             return environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise DagError("unsupported", f"the chat template does not compile: {error}", "chat_template") from None
+            raise DagError(
+                "unsupported", f"the chat template does not compile: {error}", "chat_template"
+            ) from None
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant says, for training; it renders as its body."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _require_unicode(text: str, field: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise DagError("invalid_request", "the text holds a lone surrogate, which is no character", field) from None
+        raise DagError(
+            "invalid_request", "the text holds a lone surrogate, which is no character", field
+        ) from None
 
 
 def _token_text(value: object) -> str | None:
