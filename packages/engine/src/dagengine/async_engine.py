@@ -81,7 +81,7 @@ class EngineThread:
             if self._stopping:
                 raise DagError("draining", "the engine is shutting down and takes nothing new")
             fresh = [r.id for r in requests if r.id not in self._listeners]
-            self._listeners.update({request_id: on_event for request_id in fresh})
+            self._listeners.update(dict.fromkeys(fresh, on_event))
             try:
                 if len(requests) == 1 and all(ref.request is None for ref in requests[0].context):
                     core.submit(requests[0])
@@ -184,7 +184,11 @@ class EngineThread:
     def _dispatch(self, events: list[Event]) -> None:
         for event in events:
             finished = isinstance(event, FinishedEvent)
-            listener = self._listeners.pop(event.request_id, None) if finished else self._listeners.get(event.request_id)
+            listener = (
+                self._listeners.pop(event.request_id, None)
+                if finished
+                else self._listeners.get(event.request_id)
+            )
             if listener is None:
                 continue
             try:

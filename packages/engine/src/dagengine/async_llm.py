@@ -121,7 +121,9 @@ class AsyncLLM:
                 for choice in event.choices:
                     yield make_result(self.engine, choice)
 
-    async def explain(self, prompt: Any = None, *, context: Sequence[ContextItem] = (), **layout: Any) -> Explanation:
+    async def explain(
+        self, prompt: Any = None, *, context: Sequence[ContextItem] = (), **layout: Any
+    ) -> Explanation:
         """What a request would see; the model does not run."""
         request = await self._request([0] if prompt is None else prompt, None, context=context, **layout)
         found = (await asyncio.wrap_future(self.engine.call(lambda core: explain(core, [request]))))[0]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from dagengine_kernels import get_backend
 from dagengine_kvstore import KVStore
 from dagengine_kvstore.torch_arena import TorchArena
@@ -65,18 +66,20 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     if (folder / "config.json").exists():
         return folder
     if folder.exists() or str(model).count("/") != 1:
-        raise DagError("model_not_found", f"{str(model)!r} is no folder with a config.json, nor a Hub id", "model")
+        raise DagError(
+            "model_not_found", f"{str(model)!r} is no folder with a config.json, nor a Hub id", "model"
+        )
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         hint = "install dagengine[hub] to load models by their Hub id"
         raise DagError("model_not_found", f"{str(model)!r} is no folder; {hint}", "model") from None
     try:
-        return Path(
-            snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.jinja"])
-        )
+        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:
-        raise DagError("model_not_found", f"the Hub has no {str(model)!r} for us: {error}", "model") from error
+        raise DagError(
+            "model_not_found", f"the Hub has no {str(model)!r} for us: {error}", "model"
+        ) from error
 
 
 def read_model(folder: Path) -> ModelFiles:
@@ -86,7 +89,9 @@ def read_model(folder: Path) -> ModelFiles:
         generation_path = folder / "generation_config.json"
         generation = json.loads(generation_path.read_text()) if generation_path.exists() else {}
     except ValueError as error:
-        raise DagError("invalid_weights", f"{folder} holds a config that is no JSON: {error}", "model") from None
+        raise DagError(
+            "invalid_weights", f"{folder} holds a config that is no JSON: {error}", "model"
+        ) from None
     try:
         geometry = geometry_from_config(config)
     except Exception as error:
@@ -167,7 +172,9 @@ def assemble(
         )
     for group in geometry.groups:
         if group.kv_kind != "full" or group.sinks:
-            raise DagError("kv_kind_unsupported", f"layers of kind {group.kv_kind!r} are not supported", "model")
+            raise DagError(
+                "kv_kind_unsupported", f"layers of kind {group.kv_kind!r} are not supported", "model"
+            )
     try:
         get_backend("segmented" if config.attention_backend == "auto" else config.attention_backend)
     except Exception as error:
@@ -208,7 +215,9 @@ def assemble(
     )
 
 
-def signature(geometry: ModelGeometry, identity: str, dtype: torch.dtype, max_model_len: int) -> dict[str, str]:
+def signature(
+    geometry: ModelGeometry, identity: str, dtype: torch.dtype, max_model_len: int
+) -> dict[str, str]:
     """What two states must share to meet in one node; not the page size, not where they lie."""
     rope = ";".join(g.rope.signature() if g.rope else "none" for g in geometry.groups)
     heads = ";".join(f"{len(g.layers)}x{g.num_kv_heads}x{g.head_dim}:{g.kv_kind}" for g in geometry.groups)

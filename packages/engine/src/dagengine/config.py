@@ -56,7 +56,9 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
         if not isinstance(self.kv_memory_gib, int | float) or not 0 < self.kv_memory_gib < 1e6:
-            raise DagError("invalid_request", "kv_memory_gib must be a positive number of GiB", "kv_memory_gib")
+            raise DagError(
+                "invalid_request", "kv_memory_gib must be a positive number of GiB", "kv_memory_gib"
+            )
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -10,27 +10,30 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence as SequenceOf
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import count
 
 import torch
+from torch import Tensor
+
 from dagengine_kernels import AttentionBackend, get_backend
 from dagengine_kvstore import KVStore, KVStoreError, NodeRecord
 from dagengine_positions import ModelAdapter, ModelGeometry
-from torch import Tensor
 
 from .config import EngineConfig
 from .detokenizer import IncrementalDetokenizer
 from .errors import DagError, as_dag_error
 from .prepare import Prepared, Preparer, ResolvedRef
-from .request import Choice, ContextRef, DagInfo, Event, FinishedEvent, Keep, Request, Timing, TokenEvent
+from .request import Choice, ContextRef, Event, FinishedEvent, Keep, Request, check_parent, check_request
 from .runner import Chunk, Runner
-from .sampler import NonFiniteLogits, Sampled, SamplingRow, sample
+from .sampler import NonFiniteLogits, Sampled, sample
 from .scheduler import Scheduler, work_ids
-from .sequence import Restore, Sequence, Work
+from .sequence import Sequence
 from .stats import EngineStats
 from .tokenizer import Tokenizer
+from .work import Restore, Work
 
 log = logging.getLogger("dagengine")
 
@@ -89,12 +92,16 @@ class EngineCore:
         self._vocab = min(geometry.vocab_size, tokenizer.vocab_size) if tokenizer else geometry.vocab_size
         self.preparer = Preparer(store, geometry, adapter, signature, max_model_len=max_model_len)
         self._work_ids = work_ids()
-        self._scheduler = Scheduler(store, config, self._work_ids, fail=self._fail_sequence, forget=self._forget)
+        self._scheduler = Scheduler(
+            store, config, self._work_ids, fail=self._fail_sequence, forget=self._forget
+        )
         self._requests: dict[str, _Running] = {}
         self._backends: dict[str, AttentionBackend] = {}
         self._arrivals = count()
         self._events: list[Event] = []
-        self._seeds = torch.Generator().manual_seed(config.seed) if config.seed is not None else torch.Generator()
+        self._seeds = (
+            torch.Generator().manual_seed(config.seed) if config.seed is not None else torch.Generator()
+        )
         if config.seed is None:
             self._seeds.seed()
         self._stats = EngineStats()
@@ -136,7 +143,7 @@ class EngineCore:
                         target = self.preparer.resolve(ref, index, request.salt)
                         self._hold_target(accepted[-1], index, target, target.at)
                     else:
-                        _check_parent(ref.request, earlier, f"context[{index}].request")
+                        check_parent(ref.request, earlier, f"context[{index}].request")
                 earlier[request.id] = request
         except DagError:
             for running in accepted:
@@ -183,30 +190,15 @@ class EngineCore:
         """What can be refused by looking at a request alone. Raises: DagError."""
         if request.id in self._requests:
             raise DagError("invalid_request", f"request id {request.id!r} is in use", "id")
-        if not request.input_ids:
-            raise DagError("invalid_request", "the input holds no token; send at least one", "input")
-        for position, token in enumerate(request.input_ids):
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.geometry.vocab_size:
-                raise DagError(
-                    "invalid_request",
-                    f"token ids are integers from 0 to {self.geometry.vocab_size - 1}, not {token!r}",
-                    f"input[{position}]",
-                )
+        check_request(request, self.geometry.vocab_size, has_text=self.tokenizer is not None)
         if request.backend is not None:
             self._backend(request.backend)
-        params = request.sampling
-        if params is None:
-            return
-        for token in (*params.stop_token_ids, *params.logit_bias):
-            if token >= self.geometry.vocab_size:
-                name = "logit_bias" if token in params.logit_bias else "stop_token_ids"
-                raise DagError("invalid_request", f"the vocabulary has no token {token}", name)
-        if params.stop and self.tokenizer is None:
-            raise DagError("unsupported", "stop strings need a tokenizer; this model has none", "stop")
 
     def _check_queue(self, count: int) -> None:
         limit = self.config.max_waiting
-        waiting = len(self._requests) - len({w.request.id for w in self._scheduler.running if isinstance(w, Sequence)})
+        waiting = len(self._requests) - len(
+            {w.request.id for w in self._scheduler.running if isinstance(w, Sequence)}
+        )
         if limit is not None and waiting + count > limit:
             raise DagError("queue_full", f"{waiting} requests wait, at most {limit} may; try again later")
 
@@ -259,10 +251,14 @@ class EngineCore:
             keep=request.keep is not None or bool(running.children),
             sampling=params,
             after=before[0] if before else None,
-            seen=seen + list(request.input_ids) if seen or params and params.repetition_penalty != 1.0 else [],
+            seen=seen + list(request.input_ids)
+            if seen or (params and params.repetition_penalty != 1.0)
+            else [],
         )
         if params is not None:
-            sequence.eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+            sequence.eos = frozenset(params.stop_token_ids) | (
+                frozenset() if params.ignore_eos else self._eos
+            )
             if params.temperature > 0:
                 sequence.seed = params.seed if params.seed is not None else self._draw_seed()
                 mixed = (sequence.seed + index * 0x9E3779B97F4A7C15) % 2**63
@@ -327,7 +323,7 @@ class EngineCore:
             self._stats.step(len(chunks), sum(chunk.count for chunk in chunks))
             fence = self.store.begin_step()
             failed: list[tuple[list[Chunk], Exception]] = []
-            sampled: list[tuple[Work, Sampled | NonFiniteLogits]] = []
+            sampled: list[tuple[Sequence, Sampled | NonFiniteLogits]] = []
             for backend, group in _by_backend(chunks).items():
                 try:
                     sampled += self._execute(group, self._backend(backend))
@@ -348,39 +344,23 @@ class EngineCore:
 
     def _execute(
         self, chunks: list[Chunk], backend: AttentionBackend
-    ) -> list[tuple[Work, Sampled | NonFiniteLogits]]:
+    ) -> list[tuple[Sequence, Sampled | NonFiniteLogits]]:
         """Forward one batch and sample; nothing of the requests changes here."""
         batch = self._runner.build_input(chunks)
         logits = self._runner.forward(batch, backend)
-        works = [
-            chunk.work
-            for chunk in chunks
-            if chunk.work.wants_logits and chunk.work.computed + chunk.count == len(chunk.work.tokens)
-        ]
-        if not works:
+        sequences = [chunk.work for chunk in chunks if isinstance(chunk.work, Sequence) and chunk.samples]
+        if not sequences:
             return []
         if self._vocab < logits.shape[1]:
             logits[:, self._vocab :] = -torch.inf
         if self._observer is not None:
-            for row, work in enumerate(works):
-                assert isinstance(work, Sequence)
-                self._observer(work.request.id, work.index, len(work.tokens) - 1, logits[row])
+            for row, sequence in enumerate(sequences):
+                self._observer(sequence.request.id, sequence.index, len(sequence.tokens) - 1, logits[row])
         with torch.inference_mode():
-            results = sample(logits, [self._row(work) for work in works])
-        return list(zip(works, results, strict=True))
+            results = sample(logits, [sequence.sampling_row() for sequence in sequences])
+        return list(zip(sequences, results, strict=True))
 
-    def _row(self, work: Work) -> SamplingRow:
-        assert isinstance(work, Sequence) and work.sampling is not None
-        early = len(work.tokens) - work.num_input < work.sampling.min_tokens
-        return SamplingRow(
-            params=work.sampling,
-            generator=work.generator,
-            seen=work.seen,
-            sampled=work.sampled,
-            banned=work.eos if early else frozenset(),
-        )
-
-    def _commit(self, chunks: list[Chunk], sampled: list[tuple[Work, Sampled | NonFiniteLogits]]) -> None:
+    def _commit(self, chunks: list[Chunk], sampled: list[tuple[Sequence, Sampled | NonFiniteLogits]]) -> None:
         for chunk in chunks:
             chunk.work.writer.commit(chunk.count)
             chunk.work.computed += chunk.count
@@ -389,7 +369,6 @@ class EngineCore:
                 if not chunk.work.remaining:
                     self._scheduler.finish_restore(chunk.work)
         for work, result in sampled:
-            assert isinstance(work, Sequence)
             if isinstance(result, NonFiniteLogits):
                 self._stats.non_finite += 1
                 self._fail_sequence(work, DagError("internal", "the model produced no finite logits"))
@@ -397,51 +376,13 @@ class EngineCore:
                 self._append(work, result)
 
     def _append(self, sequence: Sequence, result: Sampled) -> None:
-        """One sampled token: record it, decide whether it ends the answer, emit the new text."""
-        assert sequence.sampling is not None
-        if sequence.first_token is None:
-            sequence.first_token = time.perf_counter()
-        sequence.tokens.append(result.token_id)
         self._stats.generated_tokens += 1
-        num_sampled = len(sequence.tokens) - sequence.num_input
-        text = sequence.detokenizer
-        if result.token_id in sequence.eos:
-            sequence.finish_reason = "stop"
-            named = sequence.sampling.stop_token_ids
-            sequence.stop_reason = result.token_id if result.token_id in named else None
-        else:
-            if result.logprob is not None:
-                sequence.logprobs.append(result.logprob)
-            sequence.num_returned += 1
-            if text is not None:
-                text.push(result.token_id, check_stop=num_sampled >= sequence.sampling.min_tokens)
-            if num_sampled >= sequence.max_tokens:
-                sequence.finish_reason = "length"
-        if text is not None:
-            if sequence.finish_reason is not None:
-                text.flush(check_stop=num_sampled >= sequence.sampling.min_tokens)
-            if text.stopped_by is not None:
-                sequence.finish_reason, sequence.stop_reason = "stop", text.stopped_by
-                sequence.num_returned = text.num_kept()
-                del sequence.logprobs[sequence.num_returned :]
-        self._emit(sequence)
+        sequence.accept(result)
+        event = sequence.take_event()
+        if event is not None:
+            self._events.append(event)
         if sequence.finish_reason is not None and not sequence.keep:
             self._close(sequence, None)
-
-    def _emit(self, sequence: Sequence) -> None:
-        """New text and ids. Ids that may turn out to lie inside a stop string wait with their text."""
-        finished, text = sequence.finish_reason is not None, sequence.detokenizer
-        delta = text.take(finished=finished) if text is not None else ""
-        settled = sequence.num_returned
-        if text is not None and not finished:
-            settled = min(settled, text.num_settled())
-        ids = tuple(sequence.sampled[sequence.emitted : settled])
-        if not delta and not ids:
-            return
-        wanted = sequence.sampling is not None and sequence.sampling.logprobs is not None
-        logprobs = tuple(sequence.logprobs[sequence.emitted : settled]) if wanted else None
-        sequence.emitted = max(sequence.emitted, settled)
-        self._events.append(TokenEvent(sequence.request.id, sequence.index, delta, ids, logprobs))
 
     def _seal(self, sequence: Sequence) -> None:
         """Everything is computed and nothing more is sampled: the node becomes a state, or ends."""
@@ -454,17 +395,10 @@ class EngineCore:
         node = self.preparer.seal(
             sequence.writer,  # type: ignore[arg-type]
             len(sequence.tokens),
-            self._spans(sequence),
+            sequence.spans(),
             sequence.sampling is not None,
         )
         self._close(sequence, node)
-
-    def _spans(self, sequence: Sequence) -> dict[str, tuple[int, int]]:
-        begin, end = sequence.num_input, len(sequence.tokens)
-        spans = {"prompt": (0, begin), "output": (begin, begin + sequence.num_returned), "all": (0, end)}
-        if sequence.request.turn_start is not None:
-            spans["turn"] = (sequence.request.turn_start, end)
-        return spans
 
     def _close(self, sequence: Sequence, node: NodeRecord | None) -> None:
         """One answer is complete: record it, and finish the request when it was the last."""
@@ -481,7 +415,10 @@ class EngineCore:
                 )
             self._hand_to_children(running, node)
             self.store.unhold(node)
-        running.choices[sequence.index] = self._choice(running, sequence, state)
+        assert running.prepared is not None
+        running.choices[sequence.index] = sequence.choice(
+            running.prepared, state, self._backend(sequence.backend).implementation, running.submitted
+        )
         if len(running.choices) == len(running.sequences):
             self._finish(running, None)
 
@@ -507,47 +444,6 @@ class EngineCore:
             assert isinstance(target.node, NodeRecord)
             self.store.unhold(target.node, at)
         running.targets.clear()
-
-    def _choice(self, running: _Running, sequence: Sequence, state: str | None) -> Choice:
-        prepared = running.prepared
-        assert prepared is not None and sequence.finish_reason is not None and sequence.first_token is not None
-        matched = sequence.matched or 0
-        backend = self._backends[sequence.backend]
-        prepared_at = sequence.prepared or sequence.first_token
-        return Choice(
-            index=sequence.index,
-            text=sequence.detokenizer.text if sequence.detokenizer else "",
-            token_ids=tuple(sequence.sampled[: sequence.num_returned]),
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-            logprobs=tuple(sequence.logprobs) if sequence.sampling and sequence.sampling.logprobs is not None else None,
-            num_sampled=len(sequence.tokens) - sequence.num_input,
-            dag=DagInfo(
-                state=state,
-                spans=self._spans(sequence),
-                visible=sequence.num_visible,
-                input=sequence.num_input,
-                reused=max(0, sequence.num_visible - sequence.restored) + matched,
-                computed=sequence.num_input - matched + sequence.restored,
-                reloaded=0,
-                policy=running.request.position,
-                own_start=sequence.own_start,
-                record={
-                    "backend": sequence.backend,
-                    "implementation": backend.implementation,
-                    "rewrites": [],
-                    "order": "as given",
-                    "batch_invariant": False,
-                    "seed": sequence.seed,
-                },
-                timing=Timing(
-                    compile=prepared.compile_ms,
-                    layout=prepared.layout_ms,
-                    kv_prepare=(prepared_at - (sequence.prepare_began or prepared_at)) * 1e3,
-                    first_token=(sequence.first_token - running.submitted) * 1e3,
-                ),
-            ),
-        )
 
     def _finish(self, running: _Running, error: DagError | None) -> None:
         """The one way out: free what the request still holds, tell its dependents, emit its terminal event."""
@@ -626,14 +522,6 @@ def _parent_failed(parent_id: str, error: DagError) -> DagError:
         return error
     reason = f"{parent_id!r}, which it reads, ended with {error.code}: {error.message}"
     return DagError("parent_failed", reason)
-
-
-def _check_parent(parent_id: str, earlier: Mapping[str, Request], field_name: str) -> None:
-    if parent_id not in earlier:
-        raise DagError("cycle", f"{parent_id!r} is no earlier request", field_name)
-    sampling = earlier[parent_id].sampling
-    if sampling is not None and sampling.n > 1:
-        raise DagError("invalid_request", "a request with n > 1 cannot be read", field_name)
 
 
 def default_backend(name: str) -> str:

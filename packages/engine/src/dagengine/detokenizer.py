@@ -1,9 +1,9 @@
 """Text from token ids, as they come: never half a character, never part of a stop string.
 
-    ids      [ shown ............ | window ........ | new ]
-                                  ^ prefix          ^ read
-    decode(ids[prefix:]) minus decode(ids[prefix:read]) is the new text; while it ends in a replacement
-    character some character's bytes are still missing and nothing is shown.
+ids      [ shown ............ | window ........ | new ]
+                              ^ prefix          ^ read
+decode(ids[prefix:]) minus decode(ids[prefix:read]) is the new text; while it ends in a replacement
+character some character's bytes are still missing and nothing is shown.
 """
 
 from __future__ import annotations

@@ -52,11 +52,15 @@ def graph_requests(
         try:
             requests.append(_request(document.nodes[index], document, encoder, ids, default_policy, salt))
         except DagError as error:
-            raise DagError(error.code, error.message, f"{path}.{error.field}" if error.field else path) from None
+            raise DagError(
+                error.code, error.message, f"{path}.{error.field}" if error.field else path
+            ) from None
     return GraphRequests(tuple(requests), {request: node for node, request in ids.items()})
 
 
-def parse_position(value: Mapping[str, object] | None, default: str, field: str) -> tuple[str, dict[str, object]]:
+def parse_position(
+    value: Mapping[str, object] | None, default: str, field: str
+) -> tuple[str, dict[str, object]]:
     """`{"policy": name, ...options}` to a policy name and its options."""
     if value is None:
         return default, {}

@@ -97,7 +97,9 @@ def _explain_one(
         request_id=request.id,
         visible=tuple((name(r.node), r.start, r.stop) for r in prepared.context.ranges),
         passed=tuple((name(r.node), r.start, r.stop) for r in graph_node.passed),
-        segments=tuple((name(s.node), s.start, s.stop, s.view_start, s.delta) for s in prepared.layout.segments),
+        segments=tuple(
+            (name(s.node), s.start, s.stop, s.view_start, s.delta) for s in prepared.layout.segments
+        ),
         policy=request.position,
         own_start=prepared.layout.own_start,
         num_visible=prepared.layout.num_visible,

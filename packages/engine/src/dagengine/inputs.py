@@ -53,10 +53,14 @@ class InputEncoder:
         if all(isinstance(item, int) for item in value):
             return ChatPrompt(tuple(value), None)  # type: ignore[arg-type]
         if not all(isinstance(item, Mapping) for item in value):
-            raise DagError("invalid_request", "input is text, a list of token ids, or a list of messages", field)
+            raise DagError(
+                "invalid_request", "input is text, a list of token ids, or a list of messages", field
+            )
         if add_special_tokens is not None:
             raise DagError(
-                "invalid_request", "the chat template decides on special tokens in messages", "add_special_tokens"
+                "invalid_request",
+                "the chat template decides on special tokens in messages",
+                "add_special_tokens",
             )
         messages = [_message(m, f"{field}[{i}]") for i, m in enumerate(value)]  # type: ignore[arg-type]
         return self._require(field).chat(messages, generate=generate, has_context=has_context)
@@ -117,7 +121,9 @@ def parse_keep(value: object, field: str) -> Keep:
         if key not in ("ttl_s", "pin", "name"):
             raise DagError("invalid_request", f"keep has ttl_s, pin and name, not {key!r}", f"{field}.{key}")
     ttl, pin, name = value.get("ttl_s"), value.get("pin", False), value.get("name")
-    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= 10**9):
+    if ttl is not None and (
+        isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= 10**9
+    ):
         raise DagError("invalid_request", "ttl_s is a positive number of seconds", f"{field}.ttl_s")
     if not isinstance(pin, bool):
         raise DagError("invalid_request", "pin is true or false", f"{field}.pin")
@@ -140,7 +146,11 @@ def _message(message: Mapping[str, Any], field: str) -> dict[str, Any]:
 def _joined_parts(parts: Sequence[Any], field: str) -> str:
     texts = []
     for index, part in enumerate(parts):
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
             raise DagError("invalid_request", "only parts of type text are supported", f"{field}[{index}]")
         texts.append(part["text"])
     return "".join(texts)

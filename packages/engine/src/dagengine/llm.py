@@ -1,8 +1,8 @@
 """`LLM`: an engine in this process, called like a function. `AsyncLLM` is the same for asyncio.
 
-    with LLM("path/or/id") as llm:
-        docs = llm.prefill(["...", "..."])
-        answer = llm.generate("Question: ...", context=docs, max_tokens=32)
+with LLM("path/or/id") as llm:
+    docs = llm.prefill(["...", "..."])
+    answer = llm.generate("Question: ...", context=docs, max_tokens=32)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .explain import Explanation, explain
 from .inputs import Input, InputEncoder, build_request, new_request_id
 from .request import ContextRef, Event, FinishedEvent, Keep, Request, SpanName
 from .sampling import SamplingParams
-from .state import ContextItem, Result, State, context_refs, make_result
+from .state import ContextItem, Result, context_refs, make_result
 
 Prompt = Input
 Prompts = Prompt | Sequence[Prompt]
@@ -42,7 +42,11 @@ class NodeRef:
         return ContextRef(request=self.id, mode="digest", at=at, start=start)
 
     def artifact(
-        self, span: SpanName | tuple[int, int] | None = None, *, at: int | None = None, start: int | None = None
+        self,
+        span: SpanName | tuple[int, int] | None = None,
+        *,
+        at: int | None = None,
+        start: int | None = None,
     ) -> ContextRef:
         return ContextRef(request=self.id, mode="artifact", span=span, at=at, start=start)
 
@@ -191,7 +195,9 @@ class LLM:
         listed: Sequence[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
         if isinstance(sampling, Sequence):
             if len(sampling) != len(listed):
-                raise DagError("invalid_request", f"{len(listed)} prompts need as many sampling params", "sampling")
+                raise DagError(
+                    "invalid_request", f"{len(listed)} prompts need as many sampling params", "sampling"
+                )
             each = [_sampling(params, options) for params in sampling]
         else:
             each = [_sampling(sampling, options)] * len(listed)
@@ -271,7 +277,9 @@ class LLM:
             request_id=new_request_id(),
         )
 
-    def run(self, requests: Sequence[Request], on_event: Callable[[Event], None] | None = None) -> list[FinishedEvent]:
+    def run(
+        self, requests: Sequence[Request], on_event: Callable[[Event], None] | None = None
+    ) -> list[FinishedEvent]:
         """Submit requests as one group and wait for their terminal events, in the order of the requests."""
         finished: dict[str, FinishedEvent] = {}
         done = threading.Event()
@@ -325,7 +333,9 @@ def _sampling(params: SamplingParams | None, options: Mapping[str, Any]) -> Samp
     if params is None:
         return SamplingParams.from_mapping(options)
     if options:
-        raise DagError("invalid_request", "give sampling options or SamplingParams, not both", next(iter(options)))
+        raise DagError(
+            "invalid_request", "give sampling options or SamplingParams, not both", next(iter(options))
+        )
     return params
 
 

@@ -14,6 +14,7 @@ from itertools import count
 from weakref import WeakValueDictionary
 
 import numpy as np
+
 from dagengine_core_graph import (
     Artifact,
     ContextGraph,
@@ -29,7 +30,7 @@ from dagengine_positions import Layout, ModelAdapter, ModelGeometry, check_room,
 
 from .errors import DagError, as_dag_error
 from .request import ContextRef, Request
-from .sequence import Extents
+from .work import Extents
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,9 @@ class Preparer:
             raise DagError(found.code, found.message, f"{field}.state") from None
         if ref.at is not None and (isinstance(ref.at, bool) or not 0 <= ref.at <= cut):
             raise DagError(
-                "span_out_of_range", f"at must be from 0 to {cut}, the state's length, not {ref.at}", f"{field}.at"
+                "span_out_of_range",
+                f"at must be from 0 to {cut}, the state's length, not {ref.at}",
+                f"{field}.at",
             )
         at = cut if ref.at is None else ref.at
         return ResolvedRef(node, at if at < node.length else None, ref)
@@ -182,7 +185,9 @@ class Preparer:
         self.graph.add(node.uid, prepared.references)
         return writer
 
-    def seal(self, writer: Writer, length: int, spans: Mapping[str, tuple[int, int]], sampled: bool) -> NodeRecord:
+    def seal(
+        self, writer: Writer, length: int, spans: Mapping[str, tuple[int, int]], sampled: bool
+    ) -> NodeRecord:
         """Make the node readable, with its named spans."""
         node = writer.seal(spans)
         self.graph.extend(node.uid, length)
@@ -282,8 +287,8 @@ def _reference(ref: ResolvedRef, index: int) -> Reference:
 def context_extents(reads: Sequence[Read], lease: Lease) -> Extents:
     """Rows of the segment table for what is read, [n, 5] int32: page, lo, hi, stored, delta.
 
-        view of a token = its node's own start + its offset + the read's delta
-        DELTA of a row  = view - position at which the page's K was rotated
+    view of a token = its node's own start + its offset + the read's delta
+    DELTA of a row  = view - position at which the page's K was rotated
     """
     rows: list[tuple[int, int, int, int, int]] = []
     for index, read in enumerate(reads):

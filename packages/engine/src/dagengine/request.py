@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: requests, events, results. No behaviour."""
+"""What goes into the engine and what comes out: requests, events, results; and what a request alone can get wrong."""
 
 from __future__ import annotations
 
@@ -143,3 +143,38 @@ class FinishedEvent:
 
 
 Event = TokenEvent | FinishedEvent
+
+
+def check_request(request: Request, vocab_size: int, *, has_text: bool) -> None:
+    """Refuse what can be refused by looking at a request alone.
+
+    Args:
+        has_text: whether the model has a tokenizer.
+
+    Raises:
+        DagError: `invalid_request` or `unsupported`, naming the field.
+    """
+    if not request.input_ids:
+        raise DagError("invalid_request", "the input holds no token; send at least one", "input")
+    for position, token in enumerate(request.input_ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            rule = f"token ids are integers from 0 to {vocab_size - 1}, not {token!r}"
+            raise DagError("invalid_request", rule, f"input[{position}]")
+    params = request.sampling
+    if params is None:
+        return
+    for token in (*params.stop_token_ids, *params.logit_bias):
+        if token >= vocab_size:
+            name = "logit_bias" if token in params.logit_bias else "stop_token_ids"
+            raise DagError("invalid_request", f"the vocabulary has no token {token}", name)
+    if params.stop and not has_text:
+        raise DagError("unsupported", "stop strings need a tokenizer; this model has none", "stop")
+
+
+def check_parent(parent_id: str, earlier: Mapping[str, Request], field_name: str) -> None:
+    """Refuse a reference to a request that does not come earlier in its submission, or that has several answers."""
+    if parent_id not in earlier:
+        raise DagError("cycle", f"{parent_id!r} is no earlier request", field_name)
+    sampling = earlier[parent_id].sampling
+    if sampling is not None and sampling.n > 1:
+        raise DagError("invalid_request", "a request with n > 1 cannot be read", field_name)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from dagengine_kernels import (
     AttentionBackend,
     AttentionShape,
@@ -21,10 +23,9 @@ from dagengine_kernels import (
 )
 from dagengine_kvstore.torch_arena import TorchArena
 from dagengine_positions import LayerGroup, ModelGeometry
-from torch import Tensor
 
 from .models.registry import Model
-from .sequence import Work
+from .work import Work
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Chunk:
     work: Work
     count: int
     slots: tuple[int, ...]
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token is sampled after this chunk, so that its last row's logits are wanted."""
+        return self.work.wants_logits and self.work.computed + self.count == len(self.work.tokens)
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,18 @@ class Runner:
     """Runs a model over an arena of KV pages."""
 
     def __init__(
-        self, model: Model, geometry: ModelGeometry, arena: TorchArena, *, max_positions: int, device: torch.device
+        self,
+        model: Model,
+        geometry: ModelGeometry,
+        arena: TorchArena,
+        *,
+        max_positions: int,
+        device: torch.device,
     ) -> None:
         self.model, self.geometry, self.arena, self.device = model, geometry, arena, device
         self._groups = tuple(
-            (group, _shape(geometry, group), _rotary(group, 2 * max_positions, device)) for group in geometry.groups
+            (group, _shape(geometry, group), _rotary(group, 2 * max_positions, device))
+            for group in geometry.groups
         )
         self._group_of = {layer: i for i, (group, _, _) in enumerate(self._groups) for layer in group.layers}
 
@@ -75,7 +88,7 @@ class Runner:
             extents.append(work.extents(chunk.count))
             static.append(len(work.context))
             rows.append(len(ids))
-            if work.wants_logits and begin + chunk.count == len(work.tokens):
+            if chunk.samples:
                 logit_rows.append(len(ids) - 1)
         query_positions = np.concatenate(positions)
         table = SegmentTable(
@@ -104,7 +117,8 @@ class Runner:
             for _, shape, rotary in self._groups
         ]
         writes = [
-            plan_append(batch.positions, batch.slots, rotary, self.arena.page_size) for _, _, rotary in self._groups
+            plan_append(batch.positions, batch.slots, rotary, self.arena.page_size)
+            for _, _, rotary in self._groups
         ]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -105,7 +105,9 @@ def _penalised(scores: Tensor, row: SamplingRow) -> Tensor:
     if params.repetition_penalty != 1.0 and (row.seen or row.sampled):
         ids = torch.tensor(sorted({*row.seen, *row.sampled}), device=scores.device)
         values = scores[ids]
-        scaled = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        scaled = torch.where(
+            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+        )
         scores[ids] = scaled
     if row.sampled and (params.presence_penalty or params.frequency_penalty):
         ids, counts = torch.tensor(list(row.sampled), device=scores.device).unique(return_counts=True)

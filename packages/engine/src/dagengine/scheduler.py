@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence as SequenceOf
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -21,7 +22,8 @@ from .config import EngineConfig
 from .errors import DagError
 from .prepare import context_extents
 from .runner import Chunk
-from .sequence import Phase, Restore, Sequence, Work
+from .sequence import Sequence
+from .work import Phase, Restore, Work
 
 
 @dataclass

@@ -1,94 +1,23 @@
-"""What runs: one chain of tokens being computed, and where it stands. The scheduler moves it, the runner reads it."""
+"""One answer of a request while it runs: what it samples, when it ends, and what has been told of it.
+
+Knows tokens and text; not pages, queues or other requests. `accept` is the only place that ends an answer.
+"""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
-from enum import Enum
 
-import numpy as np
 import torch
-from dagengine_kvstore import Lease, Read, RestoreWriter, Writer
-from numpy.typing import NDArray
+
+from dagengine_kvstore import Read
 
 from .detokenizer import IncrementalDetokenizer
-from .request import Request, TokenLogprob
+from .prepare import Prepared
+from .request import Choice, DagInfo, Request, Timing, TokenEvent, TokenLogprob
+from .sampler import Sampled, SamplingRow
 from .sampling import SamplingParams
-
-Extents = NDArray[np.int32]
-PAGE, LO, HI, STORED, DELTA = range(5)
-
-
-class Phase(Enum):
-    """Where a piece of work stands.
-
-    WAITING → RUNNING → DONE, and back from RUNNING to WAITING when it is preempted.
-    """
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    DONE = "done"
-
-
-@dataclass(eq=False)
-class Work:
-    """A chain of own tokens over leased context: a sequence of a request, or an evicted node being recomputed.
-
-    Attributes:
-        id: unique for ever; attention backends key their caches on it.
-        tokens: own tokens known so far; `computed` of them have KV.
-        own_start: view position of the first own token.
-        context: extents of what is read, [n, 5] int32 (page, lo, hi, stored, delta).
-    """
-
-    id: int
-    order: tuple[int, int, int]
-    backend: str
-    own_start: int
-    tokens: list[int]
-    writer: Writer | RestoreWriter
-    computed: int = 0
-    phase: Phase = Phase.WAITING
-    lease: Lease | None = None
-    context: Extents = field(default_factory=lambda: np.empty((0, 5), np.int32))
-
-    @property
-    def remaining(self) -> int:
-        """Known own tokens whose KV is still to be computed."""
-        return len(self.tokens) - self.computed
-
-    @property
-    def wants_logits(self) -> bool:
-        """Whether a token is sampled once everything known is computed."""
-        return False
-
-    def extents(self, count: int) -> Extents:
-        """Everything that the next `count` own tokens may see, themselves included, [n, 5] int32.
-
-        The store's pages may have been computed at another base than this chain's positions; DELTA is the view
-        position minus the page's own.
-        """
-        end = self.computed + count
-        own: list[tuple[int, int, int, int, int]] = []
-        offset = 0
-        for page, lo, hi, stored in self.writer.extents():
-            take = min(hi - lo, end - offset)
-            if take <= 0:
-                break
-            own.append((page, lo, lo + take, stored, self.own_start + offset - stored))
-            offset += take
-        assert offset == end, f"own pages cover {offset} tokens of {end}"
-        return np.concatenate([self.context, np.array(own, np.int32).reshape(-1, 5)])
-
-
-@dataclass(eq=False)
-class Restore(Work):
-    """An evicted node computed again from its recipe, on behalf of a waiting sequence.
-
-    Attributes:
-        found: tokens whose pages were still there, and are not computed.
-    """
-
-    found: int = 0
+from .work import Phase, Work
 
 
 @dataclass(eq=False)
@@ -140,3 +69,119 @@ class Sequence(Work):
     @property
     def prefilled(self) -> bool:
         return self.computed >= self.num_input or self.phase is Phase.DONE
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.tokens) - self.num_input
+
+    def sampling_row(self) -> SamplingRow:
+        """What the sampler must know to choose this answer's next token."""
+        assert self.sampling is not None
+        return SamplingRow(
+            params=self.sampling,
+            generator=self.generator,
+            seen=self.seen,
+            sampled=self.sampled,
+            banned=self.eos if self.num_sampled < self.sampling.min_tokens else frozenset(),
+        )
+
+    def accept(self, result: Sampled) -> None:
+        """One sampled token: record it, and decide whether it ends the answer."""
+        assert self.sampling is not None and self.finish_reason is None
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+        self.tokens.append(result.token_id)
+        check_stop = self.num_sampled >= self.sampling.min_tokens
+        if result.token_id in self.eos:
+            self.finish_reason = "stop"
+            self.stop_reason = result.token_id if result.token_id in self.sampling.stop_token_ids else None
+        else:
+            self._return(result, check_stop)
+        text = self.detokenizer
+        if text is None:
+            return
+        if self.finish_reason is not None:
+            text.flush(check_stop=check_stop)
+        if text.stopped_by is not None:
+            self.finish_reason, self.stop_reason = "stop", text.stopped_by
+            self.num_returned = text.num_kept()
+            del self.logprobs[self.num_returned :]
+
+    def _return(self, result: Sampled, check_stop: bool) -> None:
+        if result.logprob is not None:
+            self.logprobs.append(result.logprob)
+        self.num_returned += 1
+        if self.detokenizer is not None:
+            self.detokenizer.push(result.token_id, check_stop=check_stop)
+        if self.num_sampled >= self.max_tokens:
+            self.finish_reason = "length"
+
+    def take_event(self) -> TokenEvent | None:
+        """New text and ids, if any. Ids that may turn out to lie inside a stop string wait with their text."""
+        finished, text = self.finish_reason is not None, self.detokenizer
+        delta = text.take(finished=finished) if text is not None else ""
+        settled = self.num_returned
+        if text is not None and not finished:
+            settled = min(settled, text.num_settled())
+        ids = tuple(self.sampled[self.emitted : settled])
+        if not delta and not ids:
+            return None
+        wanted = self.sampling is not None and self.sampling.logprobs is not None
+        logprobs = tuple(self.logprobs[self.emitted : settled]) if wanted else None
+        self.emitted = max(self.emitted, settled)
+        return TokenEvent(self.request.id, self.index, delta, ids, logprobs)
+
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """The named spans of the node, half-open, in its own tokens."""
+        begin, end = self.num_input, len(self.tokens)
+        spans = {"prompt": (0, begin), "output": (begin, begin + self.num_returned), "all": (0, end)}
+        if self.request.turn_start is not None:
+            spans["turn"] = (self.request.turn_start, end)
+        return spans
+
+    def choice(self, prepared: Prepared, state: str | None, implementation: str, submitted: float) -> Choice:
+        """The finished answer.
+
+        Args:
+            state: the id under which it was kept, if it was.
+            implementation: what ran as its attention backend.
+            submitted: when the request came, on the clock of `time.perf_counter`.
+        """
+        assert self.finish_reason is not None and self.first_token is not None
+        matched = self.matched or 0
+        prepared_at = self.prepared or self.first_token
+        wanted = self.sampling is not None and self.sampling.logprobs is not None
+        return Choice(
+            index=self.index,
+            text=self.detokenizer.text if self.detokenizer else "",
+            token_ids=tuple(self.sampled[: self.num_returned]),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=tuple(self.logprobs) if wanted else None,
+            num_sampled=self.num_sampled,
+            dag=DagInfo(
+                state=state,
+                spans=self.spans(),
+                visible=self.num_visible,
+                input=self.num_input,
+                reused=max(0, self.num_visible - self.restored) + matched,
+                computed=self.num_input - matched + self.restored,
+                reloaded=0,
+                policy=self.request.position,
+                own_start=self.own_start,
+                record={
+                    "backend": self.backend,
+                    "implementation": implementation,
+                    "rewrites": [],
+                    "order": "as given",
+                    "batch_invariant": False,
+                    "seed": self.seed,
+                },
+                timing=Timing(
+                    compile=prepared.compile_ms,
+                    layout=prepared.layout_ms,
+                    kv_prepare=(prepared_at - (self.prepare_began or prepared_at)) * 1e3,
+                    first_token=(self.first_token - submitted) * 1e3,
+                ),
+            ),
+        )

@@ -57,7 +57,7 @@ class SafetensorsSource:
             if not (folder / SINGLE).exists():
                 raise _invalid(f"{folder} holds neither {INDEX} nor {SINGLE}", "model")
             self._open(folder, SINGLE)
-            return {name: SINGLE for name in self._files[SINGLE].keys()}
+            return dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
         try:
             weight_map = json.loads(index_path.read_text())["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
@@ -103,7 +103,9 @@ class SafetensorsSource:
         """Every tensor of the folder must have been taken, apart from those that models compute themselves."""
         left = [n for n in self._where if n not in self._taken and not n.endswith(COMPUTED_SUFFIXES)]
         if left:
-            raise _invalid(f"{len(left)} tensors belong to no part of the model, the first is {left[0]!r}", left[0])
+            raise _invalid(
+                f"{len(left)} tensors belong to no part of the model, the first is {left[0]!r}", left[0]
+            )
         self._files.clear()
 
 
@@ -139,7 +141,9 @@ def take_head(source: WeightSource, embedding: torch.Tensor, *, tied: bool) -> t
     if source.has(name):
         shipped = source.take(name, shape)
         if not torch.equal(shipped, embedding):
-            raise _invalid("config.json ties the output matrix to the embedding, but lm_head.weight differs", name)
+            raise _invalid(
+                "config.json ties the output matrix to the embedding, but lm_head.weight differs", name
+            )
     return embedding
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from dagengine_positions import ModelGeometry
 
 from ..weights import WeightSource, take_head

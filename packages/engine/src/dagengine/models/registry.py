@@ -9,8 +9,9 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Protocol
 
-from dagengine_positions import ModelGeometry
 from torch import Tensor
+
+from dagengine_positions import ModelGeometry
 
 from ..errors import DagError
 from ..weights import WeightSource
@@ -40,7 +41,9 @@ def model_class(architecture: str) -> ModelClass:
     try:
         loaded: ModelClass = found[architecture].load()
     except Exception as error:
-        raise DagError("unsupported", f"the model plug-in for {architecture!r} fails: {error}", "model") from error
+        raise DagError(
+            "unsupported", f"the model plug-in for {architecture!r} fails: {error}", "model"
+        ) from error
     return loaded
 
 
