@@ -1,7 +1,7 @@
 """Which work gets how many tokens in the next step: admission, chunked prefill, decode, preemption, restores.
 
-Pure Python over the store's bookkeeping; no tensors. The order is (priority, arrival, index): a piece of work takes pages
-only from work that comes after it, so the first in order always progresses.
+Pure Python over the store's bookkeeping; no tensors. The order is (priority, arrival, index): work takes pages only from
+work that comes after it, so the first in order always progresses.
 
     waiting ──lease, match, reserve──► running ──preempted──► waiting
        └── evicted context: restored one node at a time, for the first in the queue only; what it reads stays leased
