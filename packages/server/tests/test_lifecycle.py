@@ -53,6 +53,7 @@ def slowly(server: Server) -> Any:
 @pytest.mark.parametrize("moment", ["headers", "body", "sent", "running", "answering"])
 def test_a_client_that_leaves_cancels(server: Server, slowly: None, stream: bool, moment: str) -> None:
     body = {**LONG, "stream": stream, "dag": {"keep": {}}}
+    before = finished(server, "cancelled"), finished(server, "length")
     client = RawClient(server.port)
     client.send("/v1/completions", body, part={"headers": 0.0, "body": 0.5}.get(moment, 1.0))
     if moment in ("running", "answering"):
@@ -61,6 +62,10 @@ def test_a_client_that_leaves_cancels(server: Server, slowly: None, stream: bool
         client.read_until(b"data: ", 3)
     client.leave()
     server.settle()
+    assert finished(server, "length") == before[1]
+    assert finished(server, "cancelled") - before[0] in (
+        (1,) if moment in ("running", "answering") else (0, 1)
+    )
     assert server.http.get("/v1/states").json()["data"] == []
     assert server.complete()["choices"]
 
@@ -80,10 +85,12 @@ def test_a_client_that_leaves_a_graph_cancels_it(server: Server, slowly: None) -
     client = RawClient(server.port)
     client.send("/v1/graphs", {"format": "dagengine.graph/v1", "stream": True, "nodes": nodes})
     client.read_until(b'"event":"delta"')
+    before = finished(server, "cancelled")
     client.leave()
     wait_until(lambda: not server.engine.call(lambda core: core.has_work).result(DEADLINE_S))
+    assert finished(server, "cancelled") - before == 4
     kept = server.http.get("/v1/states").json()["data"]
-    assert len(kept) == 1
+    assert len(kept) == 1, "the node that the client was told of stays"
 
 
 def test_cancel_by_id(server: Server, slowly: None) -> None:

@@ -80,7 +80,8 @@ class Submission:
         ended = 0
         while ended < len(self.requests):
             try:
-                batch = [await asyncio.wait_for(self._events.get(), silence_s)]
+                async with asyncio.timeout(silence_s):
+                    batch = [await self._events.get()]
             except TimeoutError:
                 yield []
                 continue
