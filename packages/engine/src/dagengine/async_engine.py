@@ -109,14 +109,17 @@ class EngineThread:
                 self._wake.notify()
                 self._wake.release()
 
-    def close(self, drain_s: float = 0.0) -> None:
-        """Take nothing new, let requests finish for `drain_s` seconds, cancel the rest, stop the thread."""
+    def close(self, drain_s: float = 0.0, *, wait_s: float | None = None) -> None:
+        """Take nothing new, let requests finish for `drain_s` seconds, cancel the rest, stop the thread.
+
+        Waits for the thread to end, at most `wait_s` seconds if given: one that hangs in a step never does.
+        """
         self._deadline = time.monotonic() + drain_s
         self._stopping = True
         with self._wake:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(wait_s)
 
     def _post(self, run: Callable[[], None], future: Future[T]) -> None:
         if self._dead is not None or not self._thread.is_alive():

@@ -15,6 +15,7 @@ from .logs import FORMATS, LEVELS, log_config
 from .threads import choose_threads
 
 LEAST_OPEN_REQUESTS = 1024
+HANGING_ENGINE_S = 5.0
 
 log = logging.getLogger("dagengine.server")
 
@@ -117,5 +118,5 @@ def serve(
             log_config=logging_config,
         )
     finally:
-        engine.close()
+        engine.close(wait_s=HANGING_ENGINE_S)
     raise typer.Exit(status)
