@@ -103,7 +103,11 @@ class ScriptedPlan(Plan):
 
 
 class ScriptedBackend(AttentionBackend):
-    """Hashes what the table shows of the pages; refuses pages that hold something else than it says."""
+    """Hashes what the table shows of the pages; refuses pages that hold something else than it says.
+
+    Attributes:
+        fail_at: the layer at which the next step fails, or None.
+    """
 
     name: ClassVar[str] = "scripted"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -114,6 +118,7 @@ class ScriptedBackend(AttentionBackend):
     def __init__(self) -> None:
         super().__init__()
         self._static: dict[int, NDArray[np.int32]] = {}
+        self.fail_at: int | None = None
 
     def plan(
         self,
@@ -152,6 +157,9 @@ class ScriptedBackend(AttentionBackend):
     ) -> Tensor:
         self._check_run(plan, q, kv_layer, sinks)
         assert isinstance(plan, ScriptedPlan) and not return_lse
+        if self.fail_at == layer:
+            self.fail_at = None
+            raise RuntimeError("planted")
         pages = kv_layer.numpy()[:, :, 0]
         out = np.zeros((len(q), 2))
         begin = 0
