@@ -21,6 +21,7 @@ from environment import CACHE, ROOT, python, say
 
 PACKAGES = ("core-graph", "kvstore", "positions", "kernels", "engine", "server")
 REPORTS = CACHE / "reports"
+TWO_CORES = ("--numprocesses=2", "--dist=loadfile")
 PYTEST_OPTIONS = ("-q", "--durations=5", "--timeout=600")
 
 
@@ -49,13 +50,22 @@ def command_stage(name: str, title: str, command: Sequence[str], advice: str) ->
     return Stage(name, title, run)
 
 
-def pytest_stage(name: str, title: str, paths: Sequence[str]) -> Stage:
+def pytest_stage(name: str, title: str, paths: Sequence[str], options: Sequence[str] = ()) -> Stage:
     """A stage that passes if pytest finds tests under the paths and none fails."""
 
     def run(arguments: Sequence[str]) -> Result:
         report = REPORTS / f"{name}.xml"
         report.unlink(missing_ok=True)
-        command = [str(python()), "-m", "pytest", *paths, *PYTEST_OPTIONS, f"--junitxml={report}", *arguments]
+        command = [
+            str(python()),
+            "-m",
+            "pytest",
+            *paths,
+            *PYTEST_OPTIONS,
+            *options,
+            f"--junitxml={report}",
+            *arguments,
+        ]
         again = " ".join(["pytest", *paths, *arguments])
         done = subprocess.run(command, cwd=ROOT)
         counted = read_report(report)
@@ -102,7 +112,7 @@ def stages() -> list[Stage]:
             "the end-to-end tests need it: see the message above",
         ),
         *(pytest_stage(name, f"tests of {name}", [f"packages/{name}/tests"]) for name in PACKAGES),
-        pytest_stage("root", "tests across the packages", ["tests"]),
+        pytest_stage("root", "tests across the packages, on two cores", ["tests"], TWO_CORES),
         command_stage(
             "wheels",
             "each package's wheel, alone in an empty environment",
