@@ -1,4 +1,4 @@
-"""`dagengine bench dag` on the tiny model: parts run, figures are whole, bars are judged; no speed is held."""
+"""`dagengine bench dag` on the tiny model: parts run, figures are whole, bars are judged. Not how fast."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import logging.config
 from pathlib import Path
@@ -106,6 +107,9 @@ def serve(
     )
     template = read_text(chat_template) if chat_template is not None else None
     core = build_core(folder, engine_config, chat_template=template)
+    # What was loaded lives as long as the process: full collections would walk all of it, for 100 ms each.
+    gc.collect()
+    gc.freeze()
     log.info("attention backend %s, position policy %s", core.default_backend, position_policy)
     engine = EngineThread(core)
     try:

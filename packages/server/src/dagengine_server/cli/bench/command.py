@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 import sys
 from collections.abc import Callable
@@ -123,6 +124,9 @@ def _measure(
         "planning": lambda: planned.measure_planning(model, max(20, settings.repeats)),
         "chain": lambda: planned.measure_chain(max(5, settings.repeats)),
     }
+    # As `dagengine serve` does it.
+    gc.collect()
+    gc.freeze()
     for part in [part for part in parts if part in without_model]:
         say(f"measuring {part}")
         figures += without_model[part]()
