@@ -1,7 +1,6 @@
 # Sourced by the commands in this folder: sets ROOT (the checkout) and PYTHON (3.11 or newer, able to make environments).
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 find_python() {
     local candidate
