@@ -365,6 +365,40 @@ def test_an_unset_limit_is_what_the_pool_holds() -> None:
     assert ends[0].choices[0].finish_reason == "length"
 
 
+def test_at_least_so_many_tokens_is_a_promise_or_refused() -> None:
+    run = world(pages=8, page_size=4)
+
+    def limit(tokens: int) -> Request:
+        return question("open", sampling=SamplingParams(min_tokens=tokens, temperature=0.0))
+
+    room = 8 * 4 - 3
+    error = refused(lambda: run.core.submit(limit(room + 1)))
+    assert (error.code, error.field) == ("capacity", "min_tokens")
+    error = refused(lambda: run.core.submit(limit(10**6)))
+    assert (error.code, error.field) == ("position_overflow", "min_tokens")
+    run.core.submit(limit(room))
+    ends = [event for _ in range(60) for event in run.core.step() if isinstance(event, FinishedEvent)]
+    assert ends[0].choices[0].num_sampled == room
+    run.core.store.check()
+
+
+def test_a_fork_is_refused_by_field() -> None:
+    run = world()
+    run.submit(document("source", 9))
+    run.run()
+    source = run.handle("source").id
+    for state, at, code, field in (
+        (source, 10, "span_out_of_range", "at"),
+        (source, -1, "span_out_of_range", "at"),
+        (source, "5", "invalid_request", "at"),
+        (source, True, "invalid_request", "at"),
+        ("st_unknown", 5, "state_not_found", "state"),
+    ):
+        error = refused(lambda state=state, at=at: run.core.fork(state, at))  # type: ignore[misc]
+        assert (error.code, error.field) == (code, field)
+    assert run.core.store.stats().handles == 1
+
+
 def test_two_restoring_requests_in_a_pool_that_just_fits_one() -> None:
     """Each reads two evicted states of three pages and writes two pages; the pool has eight."""
     run = world(pages=8)

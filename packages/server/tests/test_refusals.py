@@ -235,6 +235,11 @@ def test_references(server: Server) -> None:
     check(with_context({"state": state}), 410, "state_released", f"{here}.state")
 
 
+def test_more_tokens_at_least_than_there_is_room_for(server: Server) -> None:
+    refused(server, "/v1/chat/completions", {"messages": CHAT["messages"], "min_tokens": 10**6},
+            422, "position_overflow", "min_tokens")  # fmt: skip
+
+
 def test_positions_and_backends(server: Server) -> None:
     state = server.prefill([1, 2, 3])
     context = [{"state": state}]
@@ -248,12 +253,13 @@ def test_positions_and_backends(server: Server) -> None:
     check({"position": {"policy": "zigzag"}}, 422, "policy_unsupported", "dag.position")
     check({"position": {"policy": 5}}, 400, "invalid_request", "dag.position.policy")
     check({"position": "linear"}, 400, "invalid_request", "dag.position")
-    check({"position": {"policy": "linear", "own_start": 5}}, 422, "policy_unsupported", "dag.position")
+    linear = {"policy": "linear", "own_start": 5}
+    check({"position": linear}, 422, "policy_unsupported", "dag.position.own_start")
     explicit = {"policy": "explicit"}
     check({"context": context, "position": explicit}, 422, "policy_unsupported", "dag.")
     for own_start in (1, "a", -5, 1.5, True):
         dag = {"context": [{"state": state, "start": 10}], "position": {**explicit, "own_start": own_start}}
-        check(dag, 422, "policy_unsupported", "dag.position")
+        check(dag, 422, "policy_unsupported", "dag.position.own_start")
     far = {"context": [{"state": state, "start": 10**12}], "position": explicit}
     check(far, 422, "policy_unsupported", "dag.context[0].start")
     near = {"context": [{"state": state, "start": 511}], "position": explicit}
@@ -324,6 +330,21 @@ def graph(*nodes: Any, **more: Any) -> dict[str, Any]:
         ),
         (graph({"id": "a", "input": "x", "keep": {"x": 1}}), 400, "invalid_request", "nodes[0].keep.x"),
         (graph({"id": "a", "input": [{"role": "x"}]}), 400, "invalid_request", "nodes[0].input[0].role"),
+        (
+            graph({"id": "a", "input": "x", "position": {"policy": "explicit", "own_satrt": 5}}),
+            422, "policy_unsupported", "nodes[0].position.own_satrt",
+        ),
+        (
+            graph({"id": "a", "input": "x", "generate": {"max_tokens": 10**6}}),
+            422, "position_overflow", "nodes[0].generate.max_tokens",
+        ),
+        (
+            graph(
+                {"id": "a", "input": "x", "generate": {"n": 2}},
+                {"id": "b", "input": "x", "context": [{"node": "a"}]},
+            ),
+            400, "invalid_request", "nodes[1].context[0].node",
+        ),
         (graph({"id": "a", "input": "x"}, model="other"), 404, "model_not_found", "model"),
         (graph({"id": "a", "input": "x"}, cache_salt=5), 400, "invalid_request", "cache_salt"),
         (

@@ -167,8 +167,17 @@ class EngineCore:
         return True
 
     def fork(self, state_id: str, at: int, *, salt: str = "", keep: Keep | None = None) -> str:
-        """A new handle on the first `at` tokens of a state. Raises DagError as a reference would."""
-        ref = self.preparer.resolve(ContextRef(state=state_id, at=at), 0, salt)
+        """A new handle on the first `at` tokens of a state.
+
+        Raises:
+            DagError: as a reference would, with the field `state` or `at`.
+        """
+        if at is None:
+            raise DagError("invalid_request", "say at which token to cut", "at")
+        try:
+            ref = self.preparer.resolve(ContextRef(state=state_id, at=at), 0, salt)
+        except DagError as error:
+            raise DagError(error.code, error.message, (error.field or "state").rpartition(".")[2]) from None
         assert isinstance(ref.node, NodeRecord)
         keep = keep or Keep()
         try:

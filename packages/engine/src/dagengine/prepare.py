@@ -94,7 +94,8 @@ class Preparer:
         """Look up a reference by state id.
 
         Raises:
-            DagError: `state_not_found`, `state_released`, `span_out_of_range`, with the field `context[i]`.
+            DagError: `state_not_found`, `state_released`, `span_out_of_range`, `invalid_request`; the field is
+                `context[i].state` or `context[i].at`.
         """
         field = f"context[{index}]"
         if not isinstance(ref.state, str):
@@ -104,7 +105,9 @@ class Preparer:
         except Exception as error:
             found = as_dag_error(error)
             raise DagError(found.code, found.message, f"{field}.state") from None
-        if ref.at is not None and (isinstance(ref.at, bool) or not 0 <= ref.at <= cut):
+        if ref.at is not None and (isinstance(ref.at, bool) or not isinstance(ref.at, int)):
+            raise DagError("invalid_request", f"at is a number of tokens, not {ref.at!r}", f"{field}.at")
+        if ref.at is not None and not 0 <= ref.at <= cut:
             raise DagError(
                 "span_out_of_range",
                 f"at must be from 0 to {cut}, the state's length, not {ref.at}",
@@ -128,6 +131,9 @@ class Preparer:
         compiled = time.perf_counter()
         try:
             layout = lay_out(request.position, context, self._stored_start, request.position_options)
+        except Exception as error:
+            raise _about_layout(error) from None
+        try:
             refusals = self._adapter.check(self._geometry, layout)
             if refusals:
                 raise as_dag_error(refusals[0], "position")
@@ -148,6 +154,9 @@ class Preparer:
             )
         laid_out = time.perf_counter()
         max_tokens, num_pages = self._fit(request, layout, limit if sampling else 0)
+        if sampling and sampling.min_tokens > max_tokens:
+            code = "position_overflow" if sampling.min_tokens > limit else "capacity"
+            raise DagError(code, f"at most {max_tokens} tokens can be sampled here", "min_tokens")
         return Prepared(
             references=references,
             context=context,
@@ -282,6 +291,15 @@ def _reference(ref: ResolvedRef, index: int) -> Reference:
         return make_reference(ref.node.uid, ref.ref.mode, ref.ref.span, ref.at, ref.ref.start)
     except GraphError as error:
         raise DagError(error.code, error.message, f"context[{index}].{error.field}") from None
+
+
+def _about_layout(error: Exception) -> DagError:
+    """A policy's refusal in the request's terms: a reference, one of the policy's options, or the policy."""
+    found = as_dag_error(error, "position")
+    field = found.field or ""
+    if found.code == "policy_unsupported" and field != "position" and not field.startswith("context["):
+        return DagError(found.code, found.message, f"position_options.{field}")
+    return found if field.startswith("context[") else DagError(found.code, found.message, "position")
 
 
 def context_extents(reads: Sequence[Read], lease: Lease) -> Extents:

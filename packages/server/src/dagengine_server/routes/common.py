@@ -26,7 +26,7 @@ T = TypeVar("T")
 DAG_FIELDS = {
     "context": "dag.context",
     "position": "dag.position",
-    "own_start": "dag.position.own_start",
+    "position_options": "dag.position",
     "backend": "dag.backend",
 }
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from dagengine import DagError
+from dagengine import DagError, SamplingParams
 from dagengine.core import EngineCore
 from dagengine.documents import GraphRequests, graph_requests
 from dagengine.errors import as_dag_error
 from dagengine.explain import Explanation, explain
-from dagengine.request import Choice, FinishedEvent, TokenEvent
+from dagengine.request import Choice, FinishedEvent, TokenEvent, check_parent
+from dagengine.request import Request as EngineRequest
 from dagengine_core_graph.schema import GraphDocument, load_graph
 
 from ..answers import chat_logprobs, dag_object, usage
-from ..errors import envelope
+from ..errors import envelope, renamed
 from ..parsing import read_json
 from ..service import Service
 from ..sse import DONE, PING, EventStream, data_event, error_event
@@ -29,6 +30,10 @@ from .common import id_of, json_response, off_loop, run_all, service_of, tenant_
 from .states import checked_input
 
 router = APIRouter(prefix="/v1/graphs", tags=["graphs"])
+NODE_FIELDS = {
+    "position_options": "position",
+    **{field.name: f"generate.{field.name}" for field in fields(SamplingParams)},
+}
 
 
 @dataclass(frozen=True)
@@ -146,22 +151,30 @@ async def _located(error: DagError, job: Job, service: Service) -> DagError:
     """A refusal of the whole submission, with the node it concerns: the first that is refused by itself."""
 
     def search(core: EngineCore) -> DagError | None:
+        earlier: dict[str, EngineRequest] = {}
         for request in job.plan.requests:
             try:
                 core.check(request)
                 for index, ref in enumerate(request.context):
                     if ref.state is not None:
                         core.preparer.resolve(ref, index, request.salt)
+                    elif ref.request is not None:
+                        check_parent(ref.request, earlier, f"context[{index}].node")
             except DagError as found:
                 return _at_node(found, request.id, job)
+            earlier[request.id] = request
         return None
 
     if error.field is None or error.code in ("queue_full", "draining", "engine_dead"):
         return error
+    if len(job.plan.requests) == 1:
+        return _at_node(error, job.plan.requests[0].id, job)
     return await service.call(search) or error
 
 
 def _at_node(error: DagError, request_id: str, job: Job) -> DagError:
+    """The error of one node with its field in the document's terms."""
+    error = renamed(error, NODE_FIELDS)
     path = f"nodes[{job.in_order.index(request_id)}]"
     return DagError(error.code, error.message, f"{path}.{error.field}" if error.field else path)
 

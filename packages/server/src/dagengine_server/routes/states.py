@@ -111,11 +111,7 @@ async def fork_state(request: Request, state_id: str) -> Response:
     keep = None if body.keep is None else parse_keep(body.keep, "keep")
 
     def fork(core: EngineCore) -> dict[str, Any]:
-        try:
-            return describe(core, core.fork(state_id, body.at, salt=salt, keep=keep), salt)
-        except DagError as error:
-            field = "at" if error.code == "span_out_of_range" else "state"
-            raise DagError(error.code, error.message, field) from None
+        return describe(core, core.fork(state_id, body.at, salt=salt, keep=keep), salt)
 
     return json_response(await service_of(request).call(fork))
 
