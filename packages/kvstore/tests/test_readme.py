@@ -3,6 +3,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import dagengine_kvstore
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -15,7 +17,7 @@ def test_the_readme_examples_run() -> None:
 
 
 def test_the_readme_names_every_error_code() -> None:
-    package = README.parent / "src" / "dagengine_kvstore"
+    package = Path(dagengine_kvstore.__file__).parent
     source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(package.glob("*.py")))
     codes = set(re.findall(r'KVStoreError\(\s*"(\w+)"', source)) | set(
         re.findall(r'__init__\(\s*"(\w+)"', source)

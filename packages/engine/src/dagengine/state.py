@@ -9,7 +9,7 @@ from types import TracebackType
 
 from .async_engine import EngineThread
 from .errors import DagError
-from .request import Choice, ContextRef, SpanName, TokenLogprob
+from .request import Choice, ContextRef, DagInfo, SpanName, TokenLogprob
 
 Span = SpanName | tuple[int, int] | None
 
@@ -106,7 +106,7 @@ class Result:
     choice: Choice
 
     @property
-    def dag(self) -> object:
+    def dag(self) -> DagInfo:
         return self.choice.dag
 
     def inherit(self, *, start: int | None = None) -> Reference:
@@ -156,7 +156,7 @@ def context_refs(context: Sequence[ContextItem] | None) -> tuple[ContextRef, ...
         DagError: `invalid_request`, naming `context[i]`.
     """
     refs = []
-    if isinstance(context, str | State | Result | Reference | ContextRef):
+    if context is not None and (isinstance(context, str) or not isinstance(context, Sequence)):
         raise DagError("invalid_request", "context is a list of states, results or references", "context")
     for index, item in enumerate(context or ()):
         if isinstance(item, Reference):
