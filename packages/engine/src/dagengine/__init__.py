@@ -4,7 +4,8 @@ from .async_llm import AsyncLLM
 from .config import EngineConfig
 from .errors import DagError, EngineDead
 from .explain import Explanation
-from .llm import LLM, Graph, NodeRef
+from .graph import AsyncGraph, Graph, NodeRef
+from .llm import LLM
 from .request import ContextRef, Keep
 from .sampling import SamplingParams
 from .state import Reference, Result, State
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncGraph",
     "AsyncLLM",
     "ContextRef",
     "DagError",

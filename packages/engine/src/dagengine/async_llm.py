@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 
 from .async_engine import EngineThread
+from .calls import Prompt, Prompts, release_states
 from .core import EngineCore
-from .explain import Explanation, explain
+from .explain import Explanation
+from .graph import AsyncGraph
 from .llm import LLM
 from .request import Event, FinishedEvent, Keep, Request, TokenEvent
 from .sampling import SamplingParams
-from .state import ContextItem, Result, State, make_result
+from .state import ContextItem, Result, make_result
 
 
-async def stream_events(engine: EngineThread, requests: Sequence[Request]) -> AsyncIterator[Event]:
+async def stream_events(engine: EngineThread, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
     """Submit requests and yield their events; leaving the iterator early cancels what has not finished.
+
+    States of answers that were not yielded by then are released.
 
     Raises:
         DagError: the submission was refused as a whole.
@@ -27,10 +31,17 @@ async def stream_events(engine: EngineThread, requests: Sequence[Request]) -> As
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[Event] = asyncio.Queue()
     open_ids = {request.id for request in requests}
+    left = False
+
+    def receive(event: Event) -> None:
+        if not left:
+            queue.put_nowait(event)
+        elif isinstance(event, FinishedEvent):
+            release_states(engine, event)
 
     def forward(event: Event) -> None:
         try:
-            loop.call_soon_threadsafe(queue.put_nowait, event)
+            loop.call_soon_threadsafe(receive, event)
         except RuntimeError:
             engine.post(lambda core: core.abort(event.request_id))
 
@@ -43,6 +54,9 @@ async def stream_events(engine: EngineThread, requests: Sequence[Request]) -> As
                 open_ids.discard(event.request_id)
             yield event
     finally:
+        left = True
+        while not queue.empty():
+            receive(queue.get_nowait())
         for request_id in open_ids:
             engine.post(lambda core, r=request_id: core.abort(r))  # type: ignore[misc]
 
@@ -63,55 +77,46 @@ class AsyncLLM:
         self.engine = self._llm.engine
         self.tokenizer = self._llm.tokenizer
 
-    async def prefill(
-        self, prompt: Any, *, context: Sequence[ContextItem] = (), keep: Keep | None = None, **layout: Any
-    ) -> State:
-        """Compute one input and keep it as a state."""
-        request = await self._request(prompt, None, context=context, keep=keep or Keep(), **layout)
-        state = (await self._finish(request))[0].state
-        assert state is not None
-        return state
+    async def prefill(self, prompts: Prompts, *, context: Sequence[ContextItem] = (), **layout: Any) -> Any:
+        """Compute inputs and keep them as states: a list for a list of inputs, one `State` for one.
+
+        Args:
+            layout: `position`, `position_options`, `backend`, `keep`, as `LLM.prefill` has them.
+        """
+        call = await asyncio.to_thread(self._llm.prefill_call, prompts, context=context, **layout)
+        return call.states(self.engine, await self.run(call.requests))
 
     async def generate(
         self,
-        prompt: Any,
-        sampling: SamplingParams | None = None,
+        prompts: Prompts,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         context: Sequence[ContextItem] = (),
         keep: bool | Keep = True,
-        position: str | None = None,
-        position_options: Any = None,
-        backend: str | None = None,
         **options: Any,
     ) -> Any:
-        """Generate from one prompt: a `Result`, or a list of n with n > 1."""
-        params = sampling if sampling is not None else SamplingParams.from_mapping(options)
-        request = await self._request(
-            prompt,
-            params,
-            context=context,
-            keep=keep if isinstance(keep, Keep) else Keep() if keep else None,
-            position=position,
-            position_options=position_options,
-            backend=backend,
+        """Generate from each prompt over the same context. Takes and returns what `LLM.generate` does."""
+        call = await asyncio.to_thread(
+            self._llm.generate_call, prompts, sampling, context=context, keep=keep, **options
         )
-        results = await self._finish(request)
-        return results if params.n > 1 else results[0]
+        return call.results(self.engine, await self.run(call.requests))
+
+    chat = generate
 
     async def stream(
         self,
-        prompt: Any,
+        prompt: Prompt,
         sampling: SamplingParams | None = None,
         *,
         context: Sequence[ContextItem] = (),
         keep: bool | Keep = False,
         **options: Any,
-    ) -> AsyncIterator[TokenEvent | Result]:
-        """Text as it comes, then the `Result` of each answer."""
-        params = sampling if sampling is not None else SamplingParams.from_mapping(options)
-        kept = keep if isinstance(keep, Keep) else Keep() if keep else None
-        request = await self._request(prompt, params, context=context, keep=kept)
-        async with aclosing(stream_events(self.engine, [request])) as events:
+    ) -> AsyncGenerator[TokenEvent | Result, None]:
+        """Text as it comes, then the `Result` of each answer. Takes what `generate` takes, for one prompt."""
+        call = await asyncio.to_thread(
+            self._llm.generate_call, [prompt], sampling and [sampling], context=context, keep=keep, **options
+        )
+        async with aclosing(stream_events(self.engine, call.requests)) as events:
             async for event in events:
                 if isinstance(event, TokenEvent):
                     yield event
@@ -121,15 +126,33 @@ class AsyncLLM:
                 for choice in event.choices:
                     yield make_result(self.engine, choice)
 
+    def graph(self, *, raise_errors: bool = True) -> AsyncGraph:
+        """Build a graph of nodes in an `async with` block; it runs when the block ends."""
+        return AsyncGraph(raise_errors=raise_errors, llm=self)
+
     async def explain(
-        self, prompt: Any = None, *, context: Sequence[ContextItem] = (), **layout: Any
+        self, prompt: Prompt | None = None, *, context: Sequence[ContextItem] = (), **options: Any
     ) -> Explanation:
-        """What a request would see; the model does not run."""
-        request = await self._request([0] if prompt is None else prompt, None, context=context, **layout)
-        found = (await asyncio.wrap_future(self.engine.call(lambda core: explain(core, [request]))))[0]
-        if found.error is not None:
-            raise found.error
-        return found
+        """What a request would see; the model does not run. Takes what `LLM.explain` takes."""
+        return await asyncio.to_thread(self._llm.explain, prompt, context=context, **options)
+
+    def request(self, prompt: Prompt, sampling: SamplingParams | None, **options: Any) -> Request:
+        """The request that the other methods would submit; takes as long as encoding the prompt does."""
+        return self._llm.request(prompt, sampling, **options)
+
+    async def run(self, requests: Sequence[Request]) -> list[FinishedEvent]:
+        """Submit requests as one group and wait for their terminal events, in the order of the requests."""
+        found: dict[str, FinishedEvent] = {}
+        try:
+            async with aclosing(stream_events(self.engine, requests)) as events:
+                async for event in events:
+                    if isinstance(event, FinishedEvent):
+                        found[event.request_id] = event
+        except BaseException:
+            for finished in found.values():
+                release_states(self.engine, finished)
+            raise
+        return [found[request.id] for request in requests]
 
     async def close(self) -> None:
         """Cancel what runs and stop the engine."""
@@ -142,15 +165,3 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-    async def _request(self, prompt: Any, sampling: SamplingParams | None, **layout: Any) -> Request:
-        return await asyncio.to_thread(lambda: self._llm.request(prompt, sampling, **layout))
-
-    async def _finish(self, request: Request) -> list[Result]:
-        async with aclosing(stream_events(self.engine, [request])) as events:
-            async for event in events:
-                if isinstance(event, FinishedEvent):
-                    if event.error is not None:
-                        raise event.error
-                    return [make_result(self.engine, choice) for choice in event.choices]
-        raise AssertionError("every request ends with a terminal event")

@@ -10,104 +10,22 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from .async_engine import EngineThread
 from .build import build_core
+from .calls import Call, Prompt, Prompts, keep_of, listed, sampling_params
 from .config import EngineConfig
 from .core import EngineCore
 from .errors import DagError
 from .explain import Explanation, explain
-from .inputs import Input, InputEncoder, build_request, new_request_id
-from .request import ContextRef, Event, FinishedEvent, Keep, Request, SpanName
+from .graph import Graph
+from .inputs import InputEncoder, build_request, new_request_id
+from .request import Event, FinishedEvent, Keep, Request
 from .sampling import SamplingParams
-from .state import ContextItem, Result, context_refs, make_result
-
-Prompt = Input
-Prompts = Prompt | Sequence[Prompt]
-
-
-@dataclass(frozen=True)
-class NodeRef:
-    """A node of a graph that is being built, to be used in other nodes' contexts."""
-
-    id: str
-
-    def inherit(self, *, at: int | None = None, start: int | None = None) -> ContextRef:
-        return ContextRef(request=self.id, mode="inherit", at=at, start=start)
-
-    def digest(self, *, at: int | None = None, start: int | None = None) -> ContextRef:
-        return ContextRef(request=self.id, mode="digest", at=at, start=start)
-
-    def artifact(
-        self,
-        span: SpanName | tuple[int, int] | None = None,
-        *,
-        at: int | None = None,
-        start: int | None = None,
-    ) -> ContextRef:
-        return ContextRef(request=self.id, mode="artifact", span=span, at=at, start=start)
-
-
-@dataclass
-class Graph:
-    """Nodes built first and run at once, when the `with` block ends. `results` maps each node to its result.
-
-    A node that failed has its error in `errors`; leaving the block raises the first of them unless
-    `raise_errors` is false.
-    """
-
-    llm: LLM
-    raise_errors: bool = True
-    requests: list[Request] = field(default_factory=list)
-    results: dict[NodeRef, Result] = field(default_factory=dict)
-    errors: dict[NodeRef, DagError] = field(default_factory=dict)
-
-    def node(
-        self,
-        prompt: Prompt,
-        *,
-        context: Sequence[ContextItem | NodeRef] = (),
-        sampling: SamplingParams | None = None,
-        position: str | None = None,
-        position_options: Mapping[str, object] | None = None,
-        backend: str | None = None,
-        keep: bool = True,
-        **options: Any,
-    ) -> NodeRef:
-        """Add a node. It samples iff `sampling` or a sampling option such as `max_tokens` is given."""
-        items = [item.inherit() if isinstance(item, NodeRef) else item for item in context]
-        params = _sampling(sampling, options) if sampling is not None or options else None
-        request = self.llm.request(
-            prompt,
-            params,
-            context=items,
-            position=position,
-            position_options=position_options,
-            backend=backend,
-            keep=Keep() if keep else None,
-        )
-        self.requests.append(request)
-        return NodeRef(request.id)
-
-    def __enter__(self) -> Graph:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None or not self.requests:
-            return
-        for event in self.llm.run(self.requests):
-            ref = NodeRef(event.request_id)
-            if event.error is not None:
-                self.errors[ref] = event.error
-            else:
-                self.results[ref] = make_result(self.llm.engine, event.choices[0])
-        if self.errors and self.raise_errors:
-            raise next(iter(self.errors.values()))
+from .state import ContextItem, context_refs
 
 
 class LLM:
@@ -153,21 +71,15 @@ class LLM:
         keep: Keep | None = None,
     ) -> Any:
         """Compute inputs and keep them as states: a list for a list of inputs, one `State` for one."""
-        single = _is_single(prompts)
-        requests = [
-            self.request(
-                prompt,
-                None,
-                context=context,
-                position=position,
-                position_options=position_options,
-                backend=backend,
-                keep=keep or Keep(),
-            )
-            for prompt in ([prompts] if single else prompts)
-        ]
-        states = [make_result(self.engine, c).state for e in self._finished(requests) for c in e.choices]
-        return states[0] if single else states
+        call = self.prefill_call(
+            prompts,
+            context=context,
+            position=position,
+            position_options=position_options,
+            backend=backend,
+            keep=keep,
+        )
+        return call.states(self.engine, self.run(call.requests))
 
     def generate(
         self,
@@ -191,40 +103,23 @@ class LLM:
         Returns:
             One `Result` for one prompt, a list for a list; with n > 1 a list of n in place of each.
         """
-        single = _is_single(prompts)
-        listed: Sequence[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
-        if isinstance(sampling, Sequence):
-            if len(sampling) != len(listed):
-                raise DagError(
-                    "invalid_request", f"{len(listed)} prompts need as many sampling params", "sampling"
-                )
-            each = [_sampling(params, options) for params in sampling]
-        else:
-            each = [_sampling(sampling, options)] * len(listed)
-        kept = keep if isinstance(keep, Keep) else Keep() if keep else None
-        requests = [
-            self.request(
-                prompt,
-                params,
-                context=context,
-                position=position,
-                position_options=position_options,
-                backend=backend,
-                keep=kept,
-            )
-            for prompt, params in zip(listed, each, strict=True)
-        ]
-        results: list[Any] = []
-        for params, event in zip(each, self._finished(requests), strict=True):
-            answers = [make_result(self.engine, choice) for choice in event.choices]
-            results.append(answers if params.n > 1 else answers[0])
-        return results[0] if single else results
+        call = self.generate_call(
+            prompts,
+            sampling,
+            context=context,
+            position=position,
+            position_options=position_options,
+            backend=backend,
+            keep=keep,
+            **options,
+        )
+        return call.results(self.engine, self.run(call.requests))
 
     chat = generate
 
     def graph(self, *, raise_errors: bool = True) -> Graph:
         """Build a graph of nodes in a `with` block; it runs when the block ends."""
-        return Graph(self, raise_errors)
+        return Graph(raise_errors=raise_errors, llm=self)
 
     def explain(
         self,
@@ -240,7 +135,7 @@ class LLM:
 
         Without a prompt a single token stands for it.
         """
-        params = _sampling(sampling, options) if sampling is not None or options else None
+        params = sampling_params(sampling, options) if sampling is not None or options else None
         request = self.request(
             [0] if prompt is None else prompt,
             params,
@@ -252,6 +147,44 @@ class LLM:
         if found.error is not None:
             raise found.error
         return found
+
+    def prefill_call(self, prompts: Prompts, *, keep: Keep | None = None, **layout: Any) -> Call:
+        """The requests of `prefill`, which takes the same arguments."""
+        found, single = listed(prompts)
+        kept = keep_of(True if keep is None else keep)
+        return Call(tuple(self.request(prompt, None, keep=kept, **layout) for prompt in found), single)
+
+    def generate_call(
+        self,
+        prompts: Prompts,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        context: Sequence[ContextItem] = (),
+        position: str | None = None,
+        position_options: Mapping[str, object] | None = None,
+        backend: str | None = None,
+        keep: bool | Keep = True,
+        **options: Any,
+    ) -> Call:
+        """The requests of `generate`, which takes the same arguments."""
+        found, single = listed(prompts)
+        given = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(found)
+        if len(given) != len(found):
+            message = f"{len(found)} prompts need as many sampling params, not {len(given)}"
+            raise DagError("invalid_request", message, "sampling")
+        requests = [
+            self.request(
+                prompt,
+                sampling_params(params, options),
+                context=context,
+                position=position,
+                position_options=position_options,
+                backend=backend,
+                keep=keep_of(keep),
+            )
+            for prompt, params in zip(found, given, strict=True)
+        ]
+        return Call(tuple(requests), single)
 
     def request(
         self,
@@ -309,16 +242,6 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _finished(self, requests: Sequence[Request]) -> list[FinishedEvent]:
-        events = self.run(requests)
-        for event in events:
-            if event.error is not None:
-                for other in events:
-                    for choice in other.choices:
-                        make_result(self.engine, choice).close()
-                raise event.error
-        return events
-
 
 def _engine_config(position: str, options: Mapping[str, Any]) -> EngineConfig:
     try:
@@ -327,20 +250,3 @@ def _engine_config(position: str, options: Mapping[str, Any]) -> EngineConfig:
         known = ", ".join(sorted(EngineConfig.__dataclass_fields__))
         unknown = next(name for name in options if name not in EngineConfig.__dataclass_fields__)
         raise DagError("invalid_request", f"unknown option {unknown!r}; known: {known}", unknown) from None
-
-
-def _sampling(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
-    if params is None:
-        return SamplingParams.from_mapping(options)
-    if options:
-        raise DagError(
-            "invalid_request", "give sampling options or SamplingParams, not both", next(iter(options))
-        )
-    return params
-
-
-def _is_single(prompts: Prompts) -> bool:
-    """Whether this is one prompt: text, ids or messages; a list of those is not."""
-    if isinstance(prompts, str):
-        return True
-    return bool(prompts) and isinstance(prompts[0], int | Mapping)
