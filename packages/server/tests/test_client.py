@@ -31,6 +31,14 @@ def test_a_judge_reads_two_answers_over_shared_documents(client: Client) -> None
     assert again.text == judge.text
 
 
+def test_a_states_length_counts_what_ended_the_answer(client: Client) -> None:
+    whole = client.generate("the", **GREEDY)
+    stopped = client.generate("the", stop_token_ids=[whole.token_ids[2]], **GREEDY)
+    shown = stopped.state.spans["output"][1]
+    assert len(stopped.state) == shown + 1 == stopped.state.describe()["tokens"]
+    assert len(stopped.state.fork(shown)) == shown
+
+
 def test_generate_says_what_the_plain_endpoint_says(server: Server, client: Client) -> None:
     plain = server.complete(prompt="the first", max_tokens=5, return_token_ids=True)["choices"][0]
     answer = client.generate("the first", **GREEDY)

@@ -299,7 +299,6 @@ class Client:
     def _result(self, choice: Mapping[str, Any], answer: Mapping[str, Any]) -> Result:
         dag, used = choice.get("dag") or answer["dag"], answer["usage"]
         spans, message = dag["spans"], choice.get("message") or {}
-        tokens = max((stop for _, stop in spans.values()), default=0)
         return Result(
             text=choice.get("text", message.get("content")) or "",
             token_ids=tuple(choice.get("token_ids") or ()),
@@ -311,7 +310,7 @@ class Client:
                 used["prompt_tokens_details"]["cached_tokens"],
                 used["completion_tokens"],
             ),
-            state=State(self, dag["state"], spans, tokens) if dag["state"] else None,
+            state=State(self, dag["state"], spans) if dag["state"] else None,
             dag=dag,
         )
 

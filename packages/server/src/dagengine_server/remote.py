@@ -20,22 +20,29 @@ Span = SpanName | tuple[int, int] | None
 class State:
     """A handle on sealed KV on the server. As a context manager it is released when the block ends.
 
+    `len` is the number of own tokens; the server is asked for it once where its answer did not say it.
+
     Attributes:
         id: the state id, `st_...`.
         spans: half-open named spans in the state's own tokens.
     """
 
     def __init__(
-        self, client: Client, state_id: str, spans: Mapping[str, Sequence[int]], tokens: int
+        self, client: Client, state_id: str, spans: Mapping[str, Sequence[int]], tokens: int | None = None
     ) -> None:
         self.id, self._client, self._tokens = state_id, client, tokens
         self.spans = {name: (span[0], span[1]) for name, span in spans.items()}
 
     def __len__(self) -> int:
+        if self._tokens is None:
+            self._tokens = int(self.describe()["tokens"])
         return self._tokens
 
+    def __bool__(self) -> bool:
+        return True
+
     def __repr__(self) -> str:
-        return f"<State {self.id}, {len(self)} tokens>"
+        return f"<State {self.id}>"
 
     def __enter__(self) -> State:
         return self
