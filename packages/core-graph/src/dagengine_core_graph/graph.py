@@ -83,7 +83,7 @@ class Node:
             raise GraphError("invalid_request", f"a fork is cut at an int, not {at!r}", "at")
         if not 0 <= at <= self.length:
             raise GraphError(
-                "span_out_of_range", f"{self.id!r} has {self.length} tokens and cannot be cut at {at}", "at"
+                "span_out_of_range", f"a node of {self.length} tokens cannot be cut at {at}", "at"
             )
         return min(start, at), min(stop, at)
 
@@ -98,10 +98,10 @@ class Node:
         if span == "turn":
             if self.spans.turn is None:
                 raise GraphError(
-                    "span_out_of_range", f"{self.id!r} is no chat answer and has no turn; try all", "span"
+                    "span_out_of_range", "the node is no chat answer and has no turn; try all", "span"
                 )
             return self.spans.turn
-        _check_span(span, self.length, self.id, "span")
+        _check_span(span, self.length, "span")
         start, stop = span
         return start, stop
 
@@ -137,7 +137,7 @@ class ContextGraph:
         if not _is_count(length):
             raise GraphError("invalid_request", f"a length is an int from 0, not {length!r}", "length")
         if spans is not None:
-            _check_spans(spans, length, node)
+            _check_spans(spans, length)
         added = Node(node, self._arrivals, self.resolve(context))
         added.length = length
         added.sealed = sealed
@@ -165,7 +165,7 @@ class ContextGraph:
         """
         sealing = self._unsealed(node)
         if spans is not None:
-            _check_spans(spans, sealing.length, node)
+            _check_spans(spans, sealing.length)
             sealing.spans = spans
         sealing.sealed = True
 
@@ -249,19 +249,17 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _check_span(span: object, length: int, node: NodeId, field: str) -> None:
+def _check_span(span: object, length: int, field: str) -> None:
     if not (isinstance(span, tuple) and len(span) == 2 and _is_int(span[0]) and _is_int(span[1])):
         raise GraphError(
             "invalid_request", f"a span is prompt, output, turn, all or (start, stop), not {span!r}", field
         )
     if not 0 <= span[0] <= span[1] <= length:
-        raise GraphError(
-            "span_out_of_range", f"{span!r} is not within the {length} tokens of {node!r}", field
-        )
+        raise GraphError("span_out_of_range", f"{list(span)} is not within the node's {length} tokens", field)
 
 
-def _check_spans(spans: NodeSpans, length: int, node: NodeId) -> None:
+def _check_spans(spans: NodeSpans, length: int) -> None:
     for named in fields(spans):
         span = getattr(spans, named.name)
         if span is not None:
-            _check_span(span, length, node, f"spans.{named.name}")
+            _check_span(span, length, f"spans.{named.name}")

@@ -83,7 +83,9 @@ class Keys:
     def refuse_rest(self, inert: Collection[str]) -> None:
         """Refuse keys that nobody asked for, but for the `inert`, private notes (`_...`) and ids of special tokens."""
         for key in self._left:
-            if key not in inert and not (isinstance(key, str) and (key[:1] == "_" or key.endswith("_token_id"))):
+            if key not in inert and not (
+                isinstance(key, str) and (key[:1] == "_" or key.endswith("_token_id"))
+            ):
                 known = self._asked | set(inert)
                 self.unsupported(str(key), f"the meaning of this key is not known{suggestion(key, known)}")
 

@@ -3,8 +3,7 @@
     linear     visible tokens in order at 0, 1, 2, ...; own start = their number
     native     every token keeps its stored position; own start = the largest view + 1
     explicit   the tokens that a reference places lie consecutively from its ``start``; own start = the
-    largest
-               view + 1, or the larger ``own_start`` given as an option
+               largest view + 1, or the larger ``own_start`` given as an option
 
 A node that sees nothing starts at 0, unless ``own_start`` says otherwise. What a policy would have to ignore,
 it refuses.
