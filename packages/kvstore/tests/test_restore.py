@@ -48,6 +48,35 @@ def test_restoring_is_free_while_the_pages_are_still_cached() -> None:
     store.check()
 
 
+def test_a_restore_that_waits_gives_its_pages_to_one_that_runs() -> None:
+    """Rolled back it holds what it reads, and no page; then it finds its pages again, or computes them."""
+    store = make_store()
+    source = write(store, list(range(6)))
+    node = child(store, source, list(range(10)), "digest")
+    store.unhold(source)
+    for overwrite in (False, True):
+        store.evict(node)
+        writer = store.restore(node)
+        assert writer.todo == []
+        writer.rollback()
+        assert writer.todo == list(range(10)) and writer.pages == []
+        assert source.held
+        store.check()
+        if overwrite:
+            forget_cache(store)
+            compute(store, source)
+        assert writer.match(writer.todo, whole=True) == (0 if overwrite else 10)
+        todo = writer.todo
+        writer.reserve(len(todo))
+        writer.append(todo)
+        writer.commit(len(todo))
+        writer.finish()
+        assert store.tier(node) == "device"
+        store.check()
+    store.unhold(node)
+    assert_all_pages_back(store)
+
+
 def test_only_what_is_missing_is_computed_again() -> None:
     store = make_store()
     node = write(store, list(range(10)))

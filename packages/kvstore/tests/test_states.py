@@ -157,3 +157,20 @@ def test_a_state_can_be_described() -> None:
         1,
         True,
     )
+
+
+@pytest.mark.parametrize("at", [1.0, 0.5, True, "1", float("nan")])
+def test_tokens_are_counted_in_integers(at: object) -> None:
+    store = make_store()
+    node = write(store, list(range(6)))
+    with refused("span_out_of_range", "node"):
+        store.name(node, at=at)  # type: ignore[arg-type]
+    with refused("span_out_of_range", "node"):
+        store.hold(node, at)  # type: ignore[arg-type]
+    with refused("span_out_of_range", "parents[0]"):
+        store.begin([Parent(node, "inherit", 0, at)], [], 0, signature=SIGNATURE)  # type: ignore[arg-type]
+    with refused("span_out_of_range", "reads[0]"):
+        store.lease([Read(node, 0, at)])  # type: ignore[arg-type]
+    store.check()
+    store.unhold(node)
+    assert_all_pages_back(store)

@@ -1,7 +1,7 @@
 """Which work gets how many tokens in the next step: admission, chunked prefill, decode, preemption, restores.
 
-Pure Python over the store's bookkeeping; no tensors. The order is (priority, arrival, index): work takes pages only from
-work that comes after it, so the first in order always progresses.
+Pure Python over the store's bookkeeping; no tensors. The order is (priority, arrival, index): work takes pages only
+from work that comes after it, so the first in order always progresses.
 
     waiting ──lease, match, reserve──► running ──preempted──► waiting
        └── evicted context: restored one node at a time, for the first in the queue only; what it reads stays leased
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from .runner import Chunk
 from .sequence import Sequence
 from .work import Phase, Restore, Work
 
+MOST_RESTORES = 2
+
 
 @dataclass
 class _Restoring:
@@ -35,12 +38,14 @@ class _Restoring:
             a sealed node digested nothing else may.
         leases: what must stay resident meanwhile, by (node, start, stop).
         job: the restore that runs now.
+        times: how often each node was brought back.
     """
 
     owner: Sequence
     stack: list[RestoreWriter] = field(default_factory=list)
     leases: dict[tuple[int, int, int], Lease] = field(default_factory=dict)
     job: Restore | None = None
+    times: Counter[int] = field(default_factory=Counter)
 
 
 class Scheduler:
@@ -112,7 +117,7 @@ class Scheduler:
         assert self._restoring is not None and self._restoring.job is work
         state = self._restoring
         assert state.stack[-1] is work.writer
-        state.stack.pop().finish()
+        state.times[state.stack.pop().finish().uid] += 1
         state.job = None
         self._release_unneeded(state)
         self._hold(state, state.stack[-1].node.reads if state.stack else state.owner.reads)
@@ -253,6 +258,8 @@ class Scheduler:
     def _start_restore(self, state: _Restoring, writer: RestoreWriter) -> bool:
         node = writer.node
         lease = self._store.lease(node.reads)
+        if not writer.num_tokens:
+            writer.match(writer.todo, whole=writer.target == node.length)
         job = Restore(
             id=next(self._work_ids),
             order=state.owner.order,
@@ -274,6 +281,8 @@ class Scheduler:
                 if later:
                     self._preempt(later[-1])
                     continue
+                if not self.running and self._spare(state, node):
+                    continue
                 lease.release()
                 owner = state.owner
                 self._end_restoring()
@@ -287,6 +296,21 @@ class Scheduler:
             self.finish_restore(job)
             return False
         return True
+
+    def _spare(self, state: _Restoring, node: NodeRecord) -> bool:
+        """Let go of what is only kept for later, since restoring `node` needs the pages; it is brought back then.
+
+        Otherwise a request could run or not depending on what happened to be resident. Returns whether there was any;
+        what was brought back too often is kept, so that this comes to an end.
+        """
+        needed = {_key(read) for read in node.reads}
+        spared = [key for key in state.leases if key not in needed and state.times[key[0]] < MOST_RESTORES]
+        for key in spared:
+            state.leases.pop(key).release()
+        waiting = [writer for writer in state.stack if writer.node is not node and writer.num_tokens]
+        for writer in waiting:
+            writer.rollback()
+        return bool(spared or waiting)
 
     def _release_unneeded(self, state: _Restoring) -> None:
         """Let go of what only nodes already restored had to read; nothing may hold that any more."""

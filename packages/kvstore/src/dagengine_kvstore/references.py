@@ -94,9 +94,13 @@ def check_readable(node: NodeRecord, start: int, stop: int, salt: str | None, fi
         raise KVStoreError("parent_failed", f"node {node.uid} was aborted and leaves no state", field=field)
     if node.status is NodeStatus.WRITING:
         raise KVStoreError("state_not_sealed", f"node {node.uid} is still being written", field=field)
-    if not 0 <= start <= stop <= node.length:
+    if not _is_int(start) or not _is_int(stop) or not 0 <= start <= stop <= node.length:
         message = f"[{start}, {stop}) is not inside the {node.length} tokens of node {node.uid}"
         raise KVStoreError("span_out_of_range", message, field=field)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_held(node: NodeRecord, start: int, stop: int, *, passed: bool, field: str) -> None:

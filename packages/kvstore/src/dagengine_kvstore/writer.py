@@ -151,6 +151,16 @@ class PageWriter:
         size = self._books.page_size
         return page_extents(self._books.pool, self.pages[start // size :], size, start, stop)
 
+    def rollback(self) -> None:
+        """Give all own pages back and forget the tokens; what the node reads stays held."""
+        self._check_open()
+        self._drop_pages()
+        self._tokens.clear()
+        self._committed = self._known = 0
+        self._content = self.node.context
+        self._closed_tail = False
+        self._books.note("rollback", self.node)
+
     def _attach(self, page: int, content: Prefix, tokens: Sequence[int]) -> None:
         self.pages.append(page)
         self._tokens.extend(tokens)
@@ -193,16 +203,6 @@ class Writer(PageWriter):
         self.digested = digested
         node.tokens = self._tokens
 
-    def rollback(self) -> None:
-        """Give all own pages back and forget the tokens; what the node reads stays held."""
-        self._check_open()
-        self._drop_pages()
-        self._tokens.clear()
-        self._committed = self._known = 0
-        self._content = self.node.context
-        self._closed_tail = False
-        self._books.note("rollback", self.node)
-
     def seal(self, spans: Mapping[str, tuple[int, int]] | None = None) -> NodeRecord:
         """Make the node immutable and let go of what it digested.
 
@@ -233,8 +233,8 @@ class Writer(PageWriter):
 class RestoreWriter(PageWriter):
     """Computes the missing pages of a sealed node again, from `KVStore.restore` until `finish` or `abort`.
 
-    Starts behind the pages that are still resident or can be matched; `todo` is what is left. Holds what the
-    node reads, so that its sources stay once they are restored.
+    Starts behind the pages that are still resident or can be matched; `todo` is what is left, and everything
+    again after a `rollback`. Holds what the node reads, so that its sources stay once they are restored.
     """
 
     def __init__(self, books: Books, node: NodeRecord, target: int, holds: tuple[Hold, ...]) -> None:
