@@ -46,12 +46,11 @@ class Sampled:
     logprob: TokenLogprob | None
 
 
-class NonFiniteLogits(ValueError):
+@dataclass(frozen=True)
+class NonFiniteLogits:
     """A row's logits hold NaN or only infinities, or no id may be chosen: the sequence cannot go on."""
 
-    def __init__(self, row: int) -> None:
-        super().__init__(f"row {row} has no finite logits")
-        self.row = row
+    row: int
 
 
 def sample(logits: Tensor, rows: SequenceOf[SamplingRow]) -> list[Sampled | NonFiniteLogits]:

@@ -123,7 +123,8 @@ class Sequence(Work):
         settled = self.num_returned
         if text is not None and not finished:
             settled = min(settled, text.num_settled())
-        ids = tuple(self.sampled[self.emitted : settled])
+        begin = self.num_input
+        ids = tuple(self.tokens[begin + self.emitted : begin + settled])
         if not delta and not ids:
             return None
         wanted = self.sampling is not None and self.sampling.logprobs is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 
 from .async_engine import EngineThread
@@ -176,8 +176,3 @@ def context_refs(context: Sequence[ContextItem] | None) -> tuple[ContextRef, ...
                 f"context[{index}]",
             )
     return tuple(refs)
-
-
-def with_request(ref: ContextRef, request_id: str) -> ContextRef:
-    """The same reference to another request of the submission."""
-    return replace(ref, state=None, request=request_id)

@@ -1,7 +1,7 @@
 """Model classes by architecture name, found through the entry points `dagengine.models`.
 
 Built-ins register the same way as plug-ins. Nothing is imported before it is asked for, and a plug-in that
-cannot be imported is listed with its error and hinders nobody else.
+cannot be imported hinders nobody else.
 """
 
 from __future__ import annotations
@@ -45,16 +45,3 @@ def model_class(architecture: str) -> ModelClass:
             "unsupported", f"the model plug-in for {architecture!r} fails: {error}", "model"
         ) from error
     return loaded
-
-
-def list_models() -> dict[str, str | None]:
-    """Architecture to None, or to the error that its plug-in raises when imported."""
-    result: dict[str, str | None] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):
-        try:
-            point.load()
-        except Exception as error:
-            result[point.name] = f"{type(error).__name__}: {error}"
-        else:
-            result[point.name] = None
-    return result

@@ -38,10 +38,6 @@ class Trace:
     choice: Choice | None = None
 
     @property
-    def first_token_s(self) -> float:
-        return self.sampled[0] - self.begin
-
-    @property
     def intervals_s(self) -> list[float]:
         """Between sampled tokens; the first token, which ends the prefill, is not one of them."""
         return [b - a for a, b in zip(self.sampled, self.sampled[1:], strict=False)]
