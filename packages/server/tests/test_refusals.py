@@ -6,6 +6,8 @@ After each bad request a good one is answered, and the pages are counted.
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -435,6 +437,18 @@ def test_large_bodies_are_refused_before_they_are_read(server: Server) -> None:
 
     chunked = server.http.post("/v1/completions", content=chunks(), headers=headers)
     assert (chunked.status_code, chunked.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_a_client_that_reads_after_it_wrote_is_told(server: Server) -> None:
+    """It must find the answer, not a connection that was cut off while it sent."""
+    body = b"a" * (5 * 2**20)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(f"{head}{len(body)}\r\n\r\n".encode())
+        for begin in range(0, len(body), 2**18):
+            connection.sendall(body[begin : begin + 2**18])
+            time.sleep(0.002)
+        assert connection.recv(64).startswith(b"HTTP/1.1 413")
 
 
 def test_unknown_routes_methods_and_models(server: Server) -> None:

@@ -6,6 +6,7 @@ Gate ── 503 while draining, 429 when too much is in work, request ids, count
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from uuid import uuid4
@@ -21,6 +22,8 @@ from .service import Service
 
 log = logging.getLogger("dagengine.server")
 MAX_CLIENT_ID = 128
+DISCARDED_BODIES = 4
+DISCARD_S = 2.0
 WORK = ("/v1/chat/completions", "/v1/completions", "/v1/states", "/v1/graphs", "/tokenize", "/detokenize")
 
 
@@ -84,7 +87,11 @@ class Gate:
 
 
 class BodyLimit:
-    """ASGI middleware: a request's body may hold so many bytes."""
+    """ASGI middleware: a request's body may hold so many bytes.
+
+    What is too large is thrown away as it arrives, within bounds, before it is refused: a client that is cut off while
+    it sends sees a broken connection in place of the answer.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._max_bytes = app, max_bytes
@@ -96,6 +103,8 @@ class BodyLimit:
         error = DagError("body_too_large", f"a body holds at most {self._max_bytes} bytes")
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
+            if "expect" not in Headers(scope=scope):
+                await self._discard(receive)
             await error_response(error)(scope, receive, send)
             return
         seen = 0
@@ -105,7 +114,21 @@ class BodyLimit:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._max_bytes:
+                if message.get("more_body"):
+                    await self._discard(receive)
                 raise error
             return message
 
         await self._app(scope, receive_within, send)
+
+    async def _discard(self, receive: Receive) -> None:
+        seen = 0
+        try:
+            async with asyncio.timeout(DISCARD_S):
+                while seen <= DISCARDED_BODIES * self._max_bytes:
+                    message = await receive()
+                    seen += len(message.get("body", b""))
+                    if not message.get("more_body"):
+                        return
+        except TimeoutError:
+            return
