@@ -168,3 +168,22 @@ def test_references_keep_the_order_given_and_their_modes(graph: ContextGraph) ->
         ("inherit", True),
         ("digest", False),
     ]
+
+
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), 10**30], ids=["huge", "low", "large"])
+def test_a_number_of_any_size_is_refused_by_field(graph: ContextGraph, value: int) -> None:
+    for reference, field in (
+        (Artifact("answer", (0, value)), "span"),
+        (Artifact("answer", (value, value)), "span"),
+        (Inherit("answer", at=value), "at"),
+    ):
+        with pytest.raises(GraphError) as refused:
+            graph.add("reader", [reference])
+        assert (refused.value.code, refused.value.field) == ("span_out_of_range", f"context[0].{field}")
+        assert len(refused.value.message) < 200
+    with pytest.raises(GraphError) as refused:
+        graph.add("reader", [Inherit("answer", start=-abs(value))])
+    assert refused.value.field == "context[0].start"
+    with pytest.raises(GraphError) as refused:
+        graph.add("reader", length=-abs(value))
+    assert refused.value.field == "length"

@@ -129,6 +129,34 @@ def test_compile_explains_refusals(server: Server) -> None:
     assert plan[3]["error"]["code"] == "parent_failed"
 
 
+def test_compile_refuses_what_a_run_refuses(server: Server) -> None:
+    """Node by node the same code and field, whether a run is refused as a whole or one of its nodes is."""
+    several = {"id": "a", "input": "the", "generate": {"n": 2, "max_tokens": 2}}
+    for bad in (
+        {"context": [{"node": "a"}]},
+        {"context": [{"node": "doc1"}, {"node": "a", "mode": "artifact"}]},
+        {"context": [{"node": "doc1", "mode": "artifact", "span": [0, 9]}]},
+        {"context": [{"node": "doc1", "at": 9}]},
+        {"context": [{"node": "doc1"}, {"node": "doc2", "mode": "digest"}]},
+        {"context": [{"node": "doc1", "start": 3}]},
+        {"context": [{"state": "st_unknown"}]},
+        {"position": {"policy": "explicit"}, "context": [{"node": "doc1"}]},
+        {"position": {"policy": "zigzag"}},
+        {"position": {"policy": "explicit", "own_start": 600}},
+        {"generate": {"max_tokens": 600}},
+        {"generate": {"stop_token_ids": [99999]}},
+        {"backend": "none such"},
+        {"input": [1, 99999]},
+        {"input": [1] * 600},
+    ):
+        nodes = [*DOCUMENTS, several, {"id": "bad", "input": "in", **bad}]
+        planned = server.post("/v1/graphs/compile", document(nodes)).json()
+        run = server.post("/v1/graphs", document(nodes)).json()
+        told = run.get("error") or run["nodes"][3]["error"]
+        found = planned.get("error") or planned["nodes"][3]["error"]
+        assert (found["code"], found["param"]) == (told["code"], told["param"]), (bad, found, told)
+
+
 def test_a_graph_under_a_salt_reads_only_its_states(server: Server) -> None:
     state = server.post("/v1/states", {"input": [1, 2], "cache_salt": "x"}).json()["id"]
     nodes = [{"id": "a", "context": [{"state": state}], "input": "a"}]

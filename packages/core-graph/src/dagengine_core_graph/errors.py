@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from reprlib import repr as shortened
 from typing import Self
 
 
@@ -31,3 +32,11 @@ class GraphError(Exception):
 
 class SchemaError(GraphError):
     """A JSON document that does not follow its format; `field` is the JSON path."""
+
+
+def short(value: object) -> str:
+    """The value for a message, cut to a readable length."""
+    try:
+        return shortened(value)
+    except ValueError:
+        return "an integer of thousands of digits"

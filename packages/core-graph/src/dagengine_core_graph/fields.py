@@ -8,25 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from reprlib import repr as shortened
 from typing import TypeAlias
 
 from .context import Reference, Span, make_reference
-from .errors import GraphError, SchemaError
+from .errors import GraphError, SchemaError, short
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
 LARGEST_INT = 2**53 - 1
 DEEPEST_JSON = 32
 SPAN_NAMES = ("prompt", "output", "turn", "all")
-
-
-def short(value: object) -> str:
-    """The value for a message, cut to a readable length."""
-    try:
-        return shortened(value)
-    except ValueError:
-        return "an integer of thousands of digits"
 
 
 def join(path: str, name: str) -> str:

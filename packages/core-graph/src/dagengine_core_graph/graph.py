@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from .compile import Reading, VisibleContext, place, place_passing
 from .context import Artifact, Digest, Inherit, NodeId, Reference, Span
-from .errors import GraphError
+from .errors import GraphError, short
 from .ranges import RangeList
 
 
@@ -80,10 +80,10 @@ class Node:
         if at is None:
             return start, stop
         if not _is_int(at):
-            raise GraphError("invalid_request", f"a fork is cut at an int, not {at!r}", "at")
+            raise GraphError("invalid_request", f"a fork is cut at an int, not {short(at)}", "at")
         if not 0 <= at <= self.length:
             raise GraphError(
-                "span_out_of_range", f"a node of {self.length} tokens cannot be cut at {at}", "at"
+                "span_out_of_range", f"a node of {self.length} tokens cannot be cut at {short(at)}", "at"
             )
         return min(start, at), min(stop, at)
 
@@ -135,7 +135,7 @@ class ContextGraph:
         if node in self:
             raise GraphError("invalid_request", f"{node!r} is taken; drop it first or choose another", "node")
         if not _is_count(length):
-            raise GraphError("invalid_request", f"a length is an int from 0, not {length!r}", "length")
+            raise GraphError("invalid_request", f"a length is an int from 0, not {short(length)}", "length")
         if spans is not None:
             _check_spans(spans, length)
         added = Node(node, self._arrivals, self.resolve(context))
@@ -154,7 +154,7 @@ class ContextGraph:
         """
         growing = self._unsealed(node)
         if not _is_count(count):
-            raise GraphError("invalid_request", f"a count is an int from 0, not {count!r}", "count")
+            raise GraphError("invalid_request", f"a count is an int from 0, not {short(count)}", "count")
         growing.length += count
 
     def seal(self, node: NodeId, spans: NodeSpans | None = None) -> None:
@@ -218,7 +218,7 @@ class ContextGraph:
             raise GraphError("state_not_sealed", f"{node.id!r} is still growing; seal it first", "node")
         start = reference.start
         if start is not None and not _is_count(start):
-            raise GraphError("invalid_request", f"a start is a position from 0, not {start!r}", "start")
+            raise GraphError("invalid_request", f"a start is a position from 0, not {short(start)}", "start")
         span = reference.span if isinstance(reference, Artifact) else "all"
         return Reading(reference, node, *node.span(span, reference.at))
 
@@ -252,10 +252,14 @@ def _is_count(value: object) -> bool:
 def _check_span(span: object, length: int, field: str) -> None:
     if not (isinstance(span, tuple) and len(span) == 2 and _is_int(span[0]) and _is_int(span[1])):
         raise GraphError(
-            "invalid_request", f"a span is prompt, output, turn, all or (start, stop), not {span!r}", field
+            "invalid_request",
+            f"a span is prompt, output, turn, all or (start, stop), not {short(span)}",
+            field,
         )
     if not 0 <= span[0] <= span[1] <= length:
-        raise GraphError("span_out_of_range", f"{list(span)} is not within the node's {length} tokens", field)
+        raise GraphError(
+            "span_out_of_range", f"{short(list(span))} is not within the node's {length} tokens", field
+        )
 
 
 def _check_spans(spans: NodeSpans, length: int) -> None:

@@ -13,8 +13,8 @@ from typing import Final, TypeAlias
 
 from . import fields
 from .context import Artifact, NodeId, Reference, Span, make_reference
-from .errors import SchemaError
-from .fields import Json, join, short
+from .errors import SchemaError, short
+from .fields import Json, join
 
 FORMAT: Final = "dagengine.graph/v1"
 

@@ -145,7 +145,7 @@ class EngineCore:
                     else:
                         check_parent(ref.request, earlier, f"context[{index}].request")
                 earlier[request.id] = request
-        except DagError:
+        except BaseException:
             for running in accepted:
                 self._release_targets(running)
             raise
@@ -219,6 +219,9 @@ class EngineCore:
             self._begin(running, [running.targets[i][0] for i in range(len(running.request.context))])
         except DagError as error:
             self._finish(running, error)
+        except Exception as error:
+            log.exception("a request failed to begin; it ends")
+            self._finish(running, as_dag_error(error))
 
     def _begin(self, running: _Running, refs: SequenceOf[ResolvedRef]) -> None:
         request = running.request
@@ -231,7 +234,7 @@ class EngineCore:
         try:
             for index in range(params.n if params else 1):
                 sequences.append(self._new_sequence(running, index, prepared, seen, sequences))
-        except DagError:
+        except BaseException:
             for sequence in sequences:
                 self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
             raise
@@ -345,7 +348,7 @@ class EngineCore:
             self._commit([c for c in chunks if not any(c in group for group, _ in failed)], sampled)
             self._stats.failed_steps = self._stats.failed_steps + 1 if failed else 0
         for sequence in [w for w in self._scheduler.running if isinstance(w, Sequence) and not w.remaining]:
-            if not sequence.wants_logits:
+            if not sequence.wants_logits and sequence.request.id in self._requests:
                 self._seal(sequence)
         if len(self.preparer.graph) > 2 * len(self._requests) + 1024 and self._stats.steps % 256 == 0:
             self.preparer.forget_dropped()
@@ -414,22 +417,30 @@ class EngineCore:
         running = self._requests[sequence.request.id]
         self._scheduler.remove(sequence)
         state: str | None = None
+        refusal: DagError | None = None
         if node is None:
             self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
         else:
-            keep = running.request.keep
-            if keep is not None:
-                state = self.store.name(
-                    node, salt=running.request.salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin
-                )
-            self._hand_to_children(running, node)
+            try:
+                state = self._keep(running.request, node)
+                self._hand_to_children(running, node)
+            except Exception as error:
+                log.exception("a sealed node could not be kept; its request ends")
+                refusal = as_dag_error(error)
             self.store.unhold(node)
         assert running.prepared is not None
         running.choices[sequence.index] = sequence.choice(
             running.prepared, state, self._backend(sequence.backend).implementation, running.submitted
         )
-        if len(running.choices) == len(running.sequences):
-            self._finish(running, None)
+        if refusal is not None or len(running.choices) == len(running.sequences):
+            self._finish(running, refusal)
+
+    def _keep(self, request: Request, node: NodeRecord) -> str | None:
+        """Name the node if the request asked for that. Returns the state id."""
+        keep = request.keep
+        if keep is None:
+            return None
+        return self.store.name(node, salt=request.salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin)
 
     def _hand_to_children(self, running: _Running, node: NodeRecord) -> None:
         for child_id in running.children:

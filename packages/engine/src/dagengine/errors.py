@@ -37,6 +37,14 @@ class EngineDead(DagError):
         super().__init__("engine_dead", message)
 
 
+def shown(value: object) -> str:
+    """A caller's value in a message: its repr, cut short."""
+    try:
+        return repr(value)[:80]
+    except ValueError:
+        return "an integer of thousands of digits"
+
+
 def as_dag_error(error: Exception, field: str | None = None) -> DagError:
     """Map an error of another package to the engine's; `field` is used where the error names none."""
     if isinstance(error, DagError):

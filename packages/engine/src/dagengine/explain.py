@@ -14,7 +14,7 @@ from dagengine_core_graph import NodeSpans
 from .core import EngineCore
 from .errors import DagError, as_dag_error
 from .prepare import PlannedNode, Prepared
-from .request import Request
+from .request import Request, check_parent
 
 RangeRow = tuple[str, int, int]
 SegmentRow = tuple[str, int, int, int, int]
@@ -57,11 +57,13 @@ def explain(core: EngineCore, requests: Sequence[Request], salt: str = "") -> li
     """
     names = {info.node: info.id for info in reversed(core.store.states(salt=salt))}
     planned: dict[str, PlannedNode] = {}
+    earlier: dict[str, Request] = {}
     result: list[Explanation] = []
     try:
         for request in requests:
             try:
-                result.append(_explain_one(core, request, planned, names))
+                result.append(_explain_one(core, request, planned, names, earlier))
+                earlier[request.id] = request
             except DagError as error:
                 result.append(Explanation(request.id, error=error))
     finally:
@@ -71,12 +73,19 @@ def explain(core: EngineCore, requests: Sequence[Request], salt: str = "") -> li
 
 
 def _explain_one(
-    core: EngineCore, request: Request, planned: dict[str, PlannedNode], names: Mapping[int, str]
+    core: EngineCore,
+    request: Request,
+    planned: dict[str, PlannedNode],
+    names: Mapping[int, str],
+    earlier: Mapping[str, Request],
 ) -> Explanation:
     for ref in request.context:
         if ref.request is not None and ref.request not in planned:
             raise DagError("parent_failed", f"{ref.request!r}, which it reads, is refused", "context")
     core.check(request)
+    for index, ref in enumerate(request.context):
+        if ref.request is not None:
+            check_parent(ref.request, earlier, f"context[{index}].request")
     refs = [
         core.preparer.resolve(ref, index, request.salt)
         if ref.request is None

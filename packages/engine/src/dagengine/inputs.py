@@ -87,6 +87,9 @@ def build_request(
     request_id: str | None = None,
 ) -> Request:
     """A request from a caller's input. Raises as `InputEncoder.encode`."""
+    if position_options is not None and not isinstance(position_options, Mapping):
+        rule = "position_options is a mapping of names to values"
+        raise DagError("invalid_request", rule, "position_options")
     prompt = encoder.encode(
         value, generate=sampling is not None, has_context=bool(context), add_special_tokens=add_special_tokens
     )
@@ -120,16 +123,10 @@ def parse_keep(value: object, field: str) -> Keep:
     for key in value:
         if key not in ("ttl_s", "pin", "name"):
             raise DagError("invalid_request", f"keep has ttl_s, pin and name, not {key!r}", f"{field}.{key}")
-    ttl, pin, name = value.get("ttl_s"), value.get("pin", False), value.get("name")
-    if ttl is not None and (
-        isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= 10**9
-    ):
-        raise DagError("invalid_request", "ttl_s is a positive number of seconds", f"{field}.ttl_s")
-    if not isinstance(pin, bool):
-        raise DagError("invalid_request", "pin is true or false", f"{field}.pin")
-    if name is not None and (not isinstance(name, str) or not 0 < len(name) <= 128):
-        raise DagError("invalid_request", "name is a text of 1 to 128 characters", f"{field}.name")
-    return Keep(ttl_s=None if ttl is None else float(ttl), pin=pin, name=name)
+    try:
+        return Keep(**{name: item for name, item in value.items() if item is not None})
+    except DagError as error:
+        raise DagError(error.code, error.message, f"{field}.{error.field}") from None
 
 
 def _message(message: Mapping[str, Any], field: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from .async_engine import EngineThread
 from .build import build_core
-from .calls import Call, Prompt, Prompts, keep_of, listed, sampling_params
+from .calls import Call, Prompt, Prompts, keep_of, listed, release_states, sampling_params
 from .config import EngineConfig
 from .core import EngineCore
 from .errors import DagError
@@ -203,7 +203,7 @@ class LLM:
             prompt,
             sampling=sampling,
             context=context_refs(context),
-            position=position or self._position,
+            position=self._position if position is None else position,
             position_options=position_options,
             backend=backend,
             keep=keep,
@@ -213,7 +213,10 @@ class LLM:
     def run(
         self, requests: Sequence[Request], on_event: Callable[[Event], None] | None = None
     ) -> list[FinishedEvent]:
-        """Submit requests as one group and wait for their terminal events, in the order of the requests."""
+        """Submit requests as one group and wait for their terminal events, in the order of the requests.
+
+        An interrupt while it waits cancels what has not finished and releases the states of what has.
+        """
         finished: dict[str, FinishedEvent] = {}
         done = threading.Event()
 
@@ -225,9 +228,19 @@ class LLM:
                 if len(finished) == len(requests):
                     done.set()
 
+        def give_up(core: EngineCore) -> None:
+            for request in requests:
+                core.abort(request.id)
+            for event in finished.values():
+                release_states(self.engine, event)
+
         if requests:
-            self.engine.submit(requests, collect).result()
-            done.wait()
+            try:
+                self.engine.submit(requests, collect).result()
+                done.wait()
+            except BaseException:
+                self.engine.post(give_up)
+                raise
         return [finished[request.id] for request in requests]
 
     def close(self) -> None:

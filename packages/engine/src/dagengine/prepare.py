@@ -28,7 +28,7 @@ from dagengine_core_graph import (
 from dagengine_kvstore import KVStore, Lease, NodeRecord, NotResident, Parent, Read, Writer
 from dagengine_positions import Layout, ModelAdapter, ModelGeometry, check_room, lay_out
 
-from .errors import DagError, as_dag_error
+from .errors import DagError, as_dag_error, shown
 from .request import ContextRef, Request
 from .work import Extents
 
@@ -106,11 +106,11 @@ class Preparer:
             found = as_dag_error(error)
             raise DagError(found.code, found.message, f"{field}.state") from None
         if ref.at is not None and (isinstance(ref.at, bool) or not isinstance(ref.at, int)):
-            raise DagError("invalid_request", f"at is a number of tokens, not {ref.at!r}", f"{field}.at")
+            raise DagError("invalid_request", f"at is a number of tokens, not {shown(ref.at)}", f"{field}.at")
         if ref.at is not None and not 0 <= ref.at <= cut:
             raise DagError(
                 "span_out_of_range",
-                f"at must be from 0 to {cut}, the state's length, not {ref.at}",
+                f"at must be from 0 to {cut}, the state's length, not {shown(ref.at)}",
                 f"{field}.at",
             )
         at = cut if ref.at is None else ref.at

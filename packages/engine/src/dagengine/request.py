@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .errors import DagError
+from .errors import DagError, shown
 from .sampling import SamplingParams
 
 Mode = Literal["inherit", "digest", "artifact"]
 SpanName = Literal["prompt", "output", "turn", "all"]
+MAX_TTL_S = 10**9
+MAX_NAME = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,27 @@ class ContextRef:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep the result as a state. With `ttl_s` it is held for so long, without it until it is released."""
+    """Keep the result as a state. With `ttl_s` it is held for so long, without it until it is released.
+
+    Raises:
+        DagError: `invalid_request` for a `ttl_s` that is no positive number of at most 1e9 seconds, a `pin` that is
+            no bool, a `name` that is no text of 1 to 128 characters.
+    """
 
     ttl_s: float | None = None
     pin: bool = False
     name: str | None = None
+
+    def __post_init__(self) -> None:
+        ttl, name = self.ttl_s, self.name
+        if ttl is not None and (
+            isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= MAX_TTL_S
+        ):
+            raise DagError("invalid_request", "ttl_s is a positive number of seconds", "ttl_s")
+        if not isinstance(self.pin, bool):
+            raise DagError("invalid_request", "pin is true or false", "pin")
+        if name is not None and (not isinstance(name, str) or not 0 < len(name) <= MAX_NAME):
+            raise DagError("invalid_request", f"name is a text of 1 to {MAX_NAME} characters", "name")
 
 
 @dataclass(frozen=True)
@@ -158,17 +176,64 @@ def check_request(request: Request, vocab_size: int, *, has_text: bool) -> None:
         raise DagError("invalid_request", "the input holds no token; send at least one", "input")
     for position, token in enumerate(request.input_ids):
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            rule = f"token ids are integers from 0 to {vocab_size - 1}, not {token!r}"
+            rule = f"token ids are integers from 0 to {vocab_size - 1}, not {shown(token)}"
             raise DagError("invalid_request", rule, f"input[{position}]")
+    _check_types(request)
+    for index, ref in enumerate(request.context):
+        _check_reference(ref, f"context[{index}]")
     params = request.sampling
     if params is None:
         return
     for token in (*params.stop_token_ids, *params.logit_bias):
         if token >= vocab_size:
             name = "logit_bias" if token in params.logit_bias else "stop_token_ids"
-            raise DagError("invalid_request", f"the vocabulary has no token {token}", name)
+            raise DagError("invalid_request", f"the vocabulary has no token {shown(token)}", name)
     if params.stop and not has_text:
         raise DagError("unsupported", "stop strings need a tokenizer; this model has none", "stop")
+
+
+def _check_types(request: Request) -> None:
+    """Refuse values that no type allows, before anything is held for them."""
+    rules: tuple[tuple[str, object, type, str], ...] = (
+        ("position", request.position, str, "the name of a position policy"),
+        ("position_options", request.position_options, Mapping, "a mapping of the policy's options"),
+        (
+            "backend",
+            "" if request.backend is None else request.backend,
+            str,
+            "the name of an attention backend",
+        ),
+        ("keep", Keep() if request.keep is None else request.keep, Keep, "a Keep"),
+        ("salt", request.salt, str, "a text"),
+    )
+    for name, value, wanted, rule in rules:
+        if not isinstance(value, wanted):
+            raise DagError("invalid_request", f"{name} is {rule}, not {shown(value)}", name)
+    if not _is_int(request.priority):
+        raise DagError(
+            "invalid_request", f"priority is an integer, not {shown(request.priority)}", "priority"
+        )
+
+
+def _check_reference(ref: ContextRef, path: str) -> None:
+    if not isinstance(ref, ContextRef):
+        raise DagError("invalid_request", f"a reference is a ContextRef, not {shown(ref)}", path)
+    if (ref.state is None) == (ref.request is None):
+        raise DagError("invalid_request", "a reference names either a state or a request", f"{path}.state")
+    for name, value in (("state", ref.state), ("request", ref.request)):
+        if value is not None and not isinstance(value, str):
+            raise DagError("invalid_request", f"a {name} id is a text, not {shown(value)}", f"{path}.{name}")
+    if ref.mode not in ("inherit", "digest", "artifact"):
+        rule = f"mode is inherit, digest or artifact, not {shown(ref.mode)}"
+        raise DagError("invalid_request", rule, f"{path}.mode")
+    for name, number in (("at", ref.at), ("start", ref.start)):
+        if number is not None and not _is_int(number):
+            rule = f"{name} is an integer, not {shown(number)}"
+            raise DagError("invalid_request", rule, f"{path}.{name}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_parent(parent_id: str, earlier: Mapping[str, Request], field_name: str) -> None:

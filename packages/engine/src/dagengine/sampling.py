@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from .errors import DagError
+from .errors import DagError, shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
@@ -13,6 +13,8 @@ MAX_CHOICES = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
+MAX_DIGITS = 20
+MIN_REPETITION_PENALTY = 1e-9
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of likeliest tokens with at least this probability mass, in (0, 1].
         min_p: drop tokens below this fraction of the likeliest token's probability, in [0, 1].
-        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens that the request
+        repetition_penalty: in [1e-9, 100]; divides positive and multiplies negative logits of tokens that the request
             sees or has sampled (Keskar et al., CTRL, section 4.1).
         presence_penalty, frequency_penalty: in [-2, 2]; subtracted once, and per occurrence, for tokens
             that the request has sampled.
@@ -72,7 +74,7 @@ class SamplingParams:
         _integer("top_k", self.top_k, -1, 2**31)
         _number("top_p", self.top_p, 0.0, 1.0, open_below=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_below=True)
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -111,8 +113,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _bad(name: str, rule: str, value: object) -> DagError:
-    shown = repr(value)
-    return DagError("invalid_request", f"{name} {rule}, not {shown[:80]}", name)
+    return DagError("invalid_request", f"{name} {rule}, not {shown(value)}", name)
 
 
 def _sequence(name: str, value: object) -> list[object]:
@@ -142,11 +143,9 @@ def _logit_bias(value: object) -> dict[int, float]:
         raise _bad("logit_bias", f"must map at most {MAX_LOGIT_BIAS} token ids to numbers", value)
     result: dict[int, float] = {}
     for key, bias in value.items():
-        try:
-            token = int(key) if not isinstance(key, bool) else -1
-        except (TypeError, ValueError, OverflowError):
-            token = -1
-        if token < 0:
+        written = isinstance(key, str) and len(key) <= MAX_DIGITS and key.isascii() and key.isdecimal()
+        token = int(key) if written else key
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
             raise _bad("logit_bias", "must have token ids as keys", key)
         _number("logit_bias", bias, -100.0, 100.0)
         result[token] = float(bias)

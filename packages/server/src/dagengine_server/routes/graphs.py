@@ -175,6 +175,8 @@ async def _located(error: DagError, job: Job, service: Service) -> DagError:
 def _at_node(error: DagError, request_id: str, job: Job) -> DagError:
     """The error of one node with its field in the document's terms."""
     error = renamed(error, NODE_FIELDS)
+    if error.field is not None and error.field.endswith("].request"):
+        error = DagError(error.code, error.message, error.field.removesuffix("request") + "node")
     path = f"nodes[{job.in_order.index(request_id)}]"
     return DagError(error.code, error.message, f"{path}.{error.field}" if error.field else path)
 
