@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from dagengine_core_graph.picture import Picture, PictureEdge, PictureNode
 from dagengine_core_graph.render import svg
 
@@ -59,7 +60,11 @@ class Demo:
         return result
 
     def document(self, path: Path) -> Node:
-        body = {"model": self.model, "input": path.read_text().strip() + "\n\n", "dag": {"keep": {"name": path.stem}}}
+        body = {
+            "model": self.model,
+            "input": path.read_text().strip() + "\n\n",
+            "dag": {"keep": {"name": path.stem}},
+        }
         return Node(path.stem, [], self.post("/v1/states", body)["dag"])
 
     def ask(self, name: str, question: str, documents: Sequence[Node]) -> Node:
@@ -76,7 +81,12 @@ class Demo:
         )
         choice = answer["choices"][0]
         return self.add(
-            Node(name, [(d, "inherit", "") for d in documents], choice_dag(answer), choice["message"]["content"])
+            Node(
+                name,
+                [(d, "inherit", "") for d in documents],
+                choice_dag(answer),
+                choice["message"]["content"],
+            )
         )
 
     def draft(self, name: str, parent: Node, fork: str, at: int, seed: int) -> Node:
@@ -95,19 +105,26 @@ class Demo:
         return self.add(Node(name, parents, choice_dag(answer), answer["choices"][0]["text"]))
 
     def judge(self, rules: Node, drafts: Sequence[Node]) -> Node:
-        context = [{"state": rules.state}, *({"state": d.state, "mode": "artifact", "span": "output"} for d in drafts)]
+        context = [
+            {"state": rules.state},
+            *({"state": d.state, "mode": "artifact", "span": "output"} for d in drafts),
+        ]
         answer = self.post(
             "/v1/chat/completions",
             {
                 "model": self.model,
-                "messages": [{"role": "user", "content": "Which of the two answers above is better, and why?"}],
+                "messages": [
+                    {"role": "user", "content": "Which of the two answers above is better, and why?"}
+                ],
                 "max_tokens": 32,
                 "temperature": 0,
                 "dag": {"context": context, "keep": {"name": "judge"}},
             },
         )
         parents = [(rules, "inherit", ""), *((d, "artifact", "output") for d in drafts)]
-        return self.add(Node("judge", parents, choice_dag(answer), answer["choices"][0]["message"]["content"]))
+        return self.add(
+            Node("judge", parents, choice_dag(answer), answer["choices"][0]["message"]["content"])
+        )
 
     def add(self, node: Node) -> Node:
         self.nodes.append(node)
@@ -129,7 +146,9 @@ def run(http: httpx.Client) -> Demo:
     documents = dict(zip(names, found, strict=True))
     demo.nodes += found
     for number, question in enumerate(questions, 1):
-        demo.ask(f"question {number}", question["question"], [documents[name] for name in question["documents"]])
+        demo.ask(
+            f"question {number}", question["question"], [documents[name] for name in question["documents"]]
+        )
     first = demo.nodes[len(found)]
     at = first.dag["spans"]["turn"][0]
     fork = demo.post(f"/v1/states/{first.state}/fork", {"at": at})["id"]
@@ -160,7 +179,10 @@ def table(nodes: Sequence[Node]) -> str:
         rows.append((node.name, *(str(tokens[key]) for key in ("visible", "reused", "computed")), *times))
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     lines = [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
@@ -179,7 +201,9 @@ def drawing(nodes: Sequence[Node]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
     parser.add_argument("--url", required=True, help="where the server is, such as http://127.0.0.1:8000")
-    parser.add_argument("--svg", type=Path, default=Path("dagengine-demo.svg"), help="where the graph is drawn")
+    parser.add_argument(
+        "--svg", type=Path, default=Path("dagengine-demo.svg"), help="where the graph is drawn"
+    )
     options = parser.parse_args()
     with httpx.Client(base_url=options.url, timeout=300) as http:
         demo = run(http)
@@ -192,7 +216,10 @@ def main() -> int:
     wrong = [n for n in demo.nodes if n.dag["tokens"]["visible"] != expected_visible(n)]
     recomputed = [n for n in demo.nodes if n.dag["tokens"]["reused"] < n.dag["tokens"]["visible"]]
     for node in wrong:
-        print(f"{node.name} saw {node.dag['tokens']['visible']} tokens, not {expected_visible(node)}", file=sys.stderr)
+        print(
+            f"{node.name} saw {node.dag['tokens']['visible']} tokens, not {expected_visible(node)}",
+            file=sys.stderr,
+        )
     for node in recomputed:
         print(f"{node.name} computed some of its context again", file=sys.stderr)
     return 1 if wrong or recomputed else 0

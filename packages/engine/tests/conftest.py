@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from .byte_tokenizers import byte_level
+
 from dagengine import LLM
+
+from .byte_tokenizers import byte_level
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"

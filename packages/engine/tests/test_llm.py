@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from dagengine import LLM, AsyncLLM, ContextRef, DagError, EngineDead, Keep, Result, SamplingParams
 from dagengine.core import EngineCore
 from dagengine.request import TokenEvent
@@ -45,7 +46,9 @@ def test_one_prompt_gives_one_result_and_a_list_gives_a_list(llm: LLM) -> None:
 
 
 def test_n_answers_share_the_prompt_and_are_drawn_apart(llm: LLM) -> None:
-    answers = llm.generate("a long enough prompt", max_tokens=8, n=3, seed=5, temperature=2.0, ignore_eos=True)
+    answers = llm.generate(
+        "a long enough prompt", max_tokens=8, n=3, seed=5, temperature=2.0, ignore_eos=True
+    )
     again = llm.generate("a long enough prompt", max_tokens=8, n=3, seed=5, temperature=2.0, ignore_eos=True)
     assert [a.token_ids for a in answers] == [a.token_ids for a in again]
     assert len({a.token_ids for a in answers}) > 1
