@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from itertools import count
 
 import torch
@@ -23,11 +22,11 @@ from dagengine_kvstore import KVStore, KVStoreError, NodeRecord
 from dagengine_positions import ModelAdapter, ModelGeometry
 
 from .config import EngineConfig
-from .detokenizer import IncrementalDetokenizer
 from .errors import DagError, as_dag_error
-from .prepare import Prepared, Preparer, ResolvedRef
-from .request import Choice, ContextRef, Event, FinishedEvent, Keep, Request, check_parent, check_request
+from .prepare import Preparer, ResolvedRef
+from .request import ContextRef, Event, FinishedEvent, Keep, Request, check_parent, check_request
 from .runner import Chunk, Runner
+from .running import RunningRequest
 from .sampler import NonFiniteLogits, Sampled, sample
 from .scheduler import Scheduler, work_ids
 from .sequence import Sequence
@@ -39,27 +38,6 @@ log = logging.getLogger("dagengine")
 
 # observer(request id, answer index, own offset of the token the logits follow, logits [vocab])
 Observer = Callable[[str, int, int, Tensor], None]
-
-
-@dataclass(eq=False)
-class _Running:
-    """A submitted request.
-
-    Attributes:
-        parents: ids of requests of the same submission that it waits for.
-        targets: what its references name, by index, and the first tokens held of it until this request began.
-        children: ids of requests that wait for it.
-    """
-
-    request: Request
-    submitted: float
-    arrival: int
-    parents: set[str] = field(default_factory=set)
-    targets: dict[int, tuple[ResolvedRef, int | None]] = field(default_factory=dict)
-    children: list[str] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
-    choices: dict[int, Choice] = field(default_factory=dict)
-    prepared: Prepared | None = None
 
 
 class EngineCore:
@@ -95,7 +73,7 @@ class EngineCore:
         self._scheduler = Scheduler(
             store, config, self._work_ids, fail=self._fail_sequence, forget=self._forget
         )
-        self._requests: dict[str, _Running] = {}
+        self._requests: dict[str, RunningRequest] = {}
         self._backends: dict[str, AttentionBackend] = {}
         self._arrivals = count()
         self._events: list[Event] = []
@@ -116,7 +94,7 @@ class EngineCore:
         self._check_queue(1)
         self.check(request)
         refs = [self.preparer.resolve(ref, i, request.salt) for i, ref in enumerate(request.context)]
-        running = _Running(request, time.perf_counter(), next(self._arrivals))
+        running = RunningRequest(request, time.perf_counter(), next(self._arrivals))
         self._begin(running, refs)
 
     def submit_group(self, requests: SequenceOf[Request]) -> None:
@@ -131,23 +109,23 @@ class EngineCore:
         self._check_queue(len(requests))
         earlier: dict[str, Request] = {}
         now = time.perf_counter()
-        accepted: list[_Running] = []
+        accepted: list[RunningRequest] = []
         try:
             for request in requests:
                 if request.id in earlier:
                     raise DagError("invalid_request", f"two requests are called {request.id!r}", "id")
                 self.check(request)
-                accepted.append(_Running(request, now, next(self._arrivals)))
+                accepted.append(RunningRequest(request, now, next(self._arrivals)))
                 for index, ref in enumerate(request.context):
                     if ref.request is None:
                         target = self.preparer.resolve(ref, index, request.salt)
-                        self._hold_target(accepted[-1], index, target, target.at)
+                        accepted[-1].hold(self.store, index, target, target.at)
                     else:
                         check_parent(ref.request, earlier, f"context[{index}].request")
                 earlier[request.id] = request
         except BaseException:
             for running in accepted:
-                self._release_targets(running)
+                running.release_targets(self.store)
             raise
         for running in accepted:
             request = running.request
@@ -223,61 +201,42 @@ class EngineCore:
             log.exception("a request failed to begin; it ends")
             self._finish(running, as_dag_error(error))
 
-    def _begin(self, running: _Running, refs: SequenceOf[ResolvedRef]) -> None:
+    def _begin(self, running: RunningRequest, refs: SequenceOf[ResolvedRef]) -> None:
         request = running.request
         prepared = running.prepared = self.preparer.prepare(request, refs)
-        seen: list[int] = []
         params = request.sampling
-        if params is not None and params.repetition_penalty != 1.0:
-            seen = [t for read in prepared.reads for t in read.node.tokens[read.start : read.stop]]
+        seen = running.seen_tokens()
         sequences: list[Sequence] = []
         try:
             for index in range(params.n if params else 1):
-                sequences.append(self._new_sequence(running, index, prepared, seen, sequences))
+                sequence = Sequence(
+                    id=next(self._work_ids),
+                    order=(request.priority, running.arrival, index),
+                    backend=request.backend or self.default_backend,
+                    own_start=prepared.layout.own_start,
+                    tokens=list(request.input_ids),
+                    writer=self.preparer.begin(request, prepared),
+                    request=request,
+                    index=index,
+                    reads=prepared.reads,
+                    num_visible=prepared.layout.num_visible,
+                    max_tokens=prepared.max_tokens,
+                    keep=request.keep is not None or bool(running.children),
+                    after=sequences[0] if sequences else None,
+                    seen=seen,
+                )
+                sequences.append(sequence)
+                if params is not None:
+                    sequence.begin_sampling(params, self._eos, self._draw_seed, self.tokenizer)
         except BaseException:
             for sequence in sequences:
                 self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
             raise
         running.sequences = sequences
         self._requests[request.id] = running
-        self._release_targets(running)
+        running.release_targets(self.store)
         for sequence in sequences:
             self._scheduler.add(sequence)
-
-    def _new_sequence(
-        self, running: _Running, index: int, prepared: Prepared, seen: list[int], before: SequenceOf[Sequence]
-    ) -> Sequence:
-        request, params = running.request, running.request.sampling
-        sequence = Sequence(
-            id=next(self._work_ids),
-            order=(request.priority, running.arrival, index),
-            backend=request.backend or self.default_backend,
-            own_start=prepared.layout.own_start,
-            tokens=list(request.input_ids),
-            writer=self.preparer.begin(request, prepared),
-            request=request,
-            index=index,
-            reads=prepared.reads,
-            num_visible=prepared.layout.num_visible,
-            max_tokens=prepared.max_tokens,
-            keep=request.keep is not None or bool(running.children),
-            sampling=params,
-            after=before[0] if before else None,
-            seen=seen + list(request.input_ids)
-            if seen or (params and params.repetition_penalty != 1.0)
-            else [],
-        )
-        if params is not None:
-            sequence.eos = frozenset(params.stop_token_ids) | (
-                frozenset() if params.ignore_eos else self._eos
-            )
-            if params.temperature > 0:
-                sequence.seed = params.seed if params.seed is not None else self._draw_seed()
-                mixed = (sequence.seed + index * 0x9E3779B97F4A7C15) % 2**63
-                sequence.generator = torch.Generator(device="cpu").manual_seed(mixed)
-            if self.tokenizer is not None:
-                sequence.detokenizer = IncrementalDetokenizer(self.tokenizer.decode, params.stop)
-        return sequence
 
     def _draw_seed(self) -> int:
         return int(torch.randint(0, 2**62, (1,), generator=self._seeds))
@@ -442,30 +401,15 @@ class EngineCore:
             return None
         return self.store.name(node, salt=request.salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin)
 
-    def _hand_to_children(self, running: _Running, node: NodeRecord) -> None:
+    def _hand_to_children(self, running: RunningRequest, node: NodeRecord) -> None:
         for child_id in running.children:
             child = self._requests.get(child_id)
             if child is not None:
                 for index, ref in enumerate(child.request.context):
                     if ref.request == running.request.id:
-                        self._hold_target(child, index, ResolvedRef(node, ref.at, ref), None)
+                        child.hold(self.store, index, ResolvedRef(node, ref.at, ref), None)
 
-    def _hold_target(self, running: _Running, index: int, target: ResolvedRef, at: int | None) -> None:
-        """Keep what a waiting request will read, whoever else lets go of it. Raises DagError `state_released`."""
-        assert isinstance(target.node, NodeRecord)
-        try:
-            self.store.hold(target.node, at)
-        except Exception as error:
-            raise as_dag_error(error, f"context[{index}].state") from None
-        running.targets[index] = target, at
-
-    def _release_targets(self, running: _Running) -> None:
-        for target, at in running.targets.values():
-            assert isinstance(target.node, NodeRecord)
-            self.store.unhold(target.node, at)
-        running.targets.clear()
-
-    def _finish(self, running: _Running, error: DagError | None) -> None:
+    def _finish(self, running: RunningRequest, error: DagError | None) -> None:
         """The one way out: free what the request still holds, tell its dependents, emit its terminal event."""
         ending = deque([(running, error)])
         while ending:
@@ -488,13 +432,13 @@ class EngineCore:
                     child.parents.discard(request_id)
                     self._try_begin(child_id)
 
-    def _free(self, running: _Running, *, failed: bool) -> None:
+    def _free(self, running: RunningRequest, *, failed: bool) -> None:
         """Let go of everything that the request still holds; a failed one leaves no state."""
         for sequence in running.sequences:
             if sequence.index not in running.choices:
                 self._scheduler.remove(sequence)
                 self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
-        self._release_targets(running)
+        running.release_targets(self.store)
         for choice in running.choices.values():
             if failed and choice.dag.state is not None:
                 try:

@@ -6,6 +6,7 @@ Knows tokens and text; not pages, queues or other requests. `accept` is the only
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,11 @@ from .prepare import Prepared
 from .request import Choice, DagInfo, Request, Timing, TokenEvent, TokenLogprob
 from .sampler import Sampled, SamplingRow
 from .sampling import SamplingParams
+from .tokenizer import Tokenizer
 from .work import Phase, Work
+
+SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Answers of one request draw from seeds this far apart (2^64 over the golden ratio, rounded to odd)."""
 
 
 @dataclass(eq=False)
@@ -53,6 +58,23 @@ class Sequence(Work):
     prepare_began: float | None = None
     prepared: float | None = None
     first_token: float | None = None
+
+    def begin_sampling(
+        self,
+        params: SamplingParams,
+        eos: frozenset[int],
+        draw_seed: Callable[[], int],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        """Set up what sampling needs: a generator of this answer's own, terminating ids, incremental text."""
+        self.sampling = params
+        self.eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
+        if params.temperature > 0:
+            self.seed = params.seed if params.seed is not None else draw_seed()
+            mixed = (self.seed + self.index * SEED_STRIDE) % 2**63
+            self.generator = torch.Generator(device="cpu").manual_seed(mixed)
+        if tokenizer is not None:
+            self.detokenizer = IncrementalDetokenizer(tokenizer.decode, params.stop)
 
     @property
     def num_input(self) -> int:

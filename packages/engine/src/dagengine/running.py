@@ -1,0 +1,59 @@
+"""A submitted request until its terminal event: whom it waits for, what it holds meanwhile, its answers so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dagengine_kvstore import KVStore, NodeRecord
+
+from .errors import as_dag_error
+from .prepare import Prepared, ResolvedRef
+from .request import Choice, Request
+from .sequence import Sequence
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """
+    Attributes:
+        submitted: on the clock of `time.perf_counter`.
+        arrival: its number in the order of submissions.
+        parents: ids of requests of the same submission that it waits for.
+        targets: what its references name, by index, and the first tokens held of it until this request began.
+        children: ids of requests that wait for it.
+        choices: finished answers, by index.
+    """
+
+    request: Request
+    submitted: float
+    arrival: int
+    parents: set[str] = field(default_factory=set)
+    targets: dict[int, tuple[ResolvedRef, int | None]] = field(default_factory=dict)
+    children: list[str] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    choices: dict[int, Choice] = field(default_factory=dict)
+    prepared: Prepared | None = None
+
+    def hold(self, store: KVStore, index: int, target: ResolvedRef, at: int | None) -> None:
+        """Keep what reference `index` will read, whoever else lets go of it. Raises DagError `state_released`."""
+        assert isinstance(target.node, NodeRecord)
+        try:
+            store.hold(target.node, at)
+        except Exception as error:
+            raise as_dag_error(error, f"context[{index}].state") from None
+        self.targets[index] = target, at
+
+    def release_targets(self, store: KVStore) -> None:
+        """Let go of everything that `hold` keeps."""
+        for target, at in self.targets.values():
+            assert isinstance(target.node, NodeRecord)
+            store.unhold(target.node, at)
+        self.targets.clear()
+
+    def seen_tokens(self) -> list[int]:
+        """Token ids that a repetition penalty looks at besides the sampled ones; none where there is no penalty."""
+        params, prepared = self.request.sampling, self.prepared
+        if params is None or params.repetition_penalty == 1.0 or prepared is None:
+            return []
+        visible = [t for read in prepared.reads for t in read.node.tokens[read.start : read.stop]]
+        return [*visible, *self.request.input_ids]
