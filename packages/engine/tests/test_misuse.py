@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,6 +165,35 @@ def test_an_interrupt_cancels_what_runs_and_keeps_nothing(llm: LLM, monkeypatch:
     llm.engine.call(audit).result()
     assert llm.engine.call(audit).result() == (0, 0, 0)
     assert not llm.engine.call(lambda core: core.has_work).result()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "field"),
+    [
+        ({"seed": "x"}, "invalid_request", "seed"),
+        ({"seed": 1.5}, "invalid_request", "seed"),
+        ({"seed": True}, "invalid_request", "seed"),
+        ({"seed": 2**63}, "invalid_request", "seed"),
+        ({"seed": -HUGER}, "invalid_request", "seed"),
+        ({"attention_backend": 5}, "invalid_request", "attention_backend"),
+        ({"position": 5}, "invalid_request", "position_policy"),
+        ({"dtype": 5}, "invalid_request", "dtype"),
+        ({"page_size": -HUGER}, "invalid_request", "page_size"),
+        ({"kv_memory_gib": True, "kv_pages": None}, "invalid_request", "kv_memory_gib"),
+        ({"kv_pages": 2**31 - 1}, "capacity", "kv_pages"),
+        ({"kv_pages": 2**31}, "invalid_request", "kv_pages"),
+        ({"kv_pages": HUGER}, "invalid_request", "kv_pages"),
+        ({"page_size": HUGE}, "invalid_request", "page_size"),
+        ({"max_num_batched_tokens": HUGE}, "invalid_request", "max_num_batched_tokens"),
+    ],
+    ids=shown,
+)
+def test_an_engine_is_refused_by_option(
+    model_folder: Path, options: dict[str, Any], code: str, field: str
+) -> None:
+    with pytest.raises(DagError) as refused:
+        LLM(model_folder, **{"load_format": "dummy", "kv_pages": 4, **options})
+    assert (refused.value.code, refused.value.field) == (code, field)
 
 
 def test_messages_show_any_value() -> None:

@@ -185,13 +185,53 @@ def test_graph_check_names_what_is_wrong(
     assert code in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "{", "3", '"x"', "[3]", "{}"])
+@pytest.mark.parametrize("text", ["", "{", "3", '"x"', "[3]", "{}", "[" * 10**5], ids=lambda text: text[:3])
 def test_no_document_makes_a_traceback(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file.json"
     file.write_text(text)
     for command in (["graph", "check"], ["explain"]):
         assert main([*command, str(file)]) == 1
         assert "error: " in capsys.readouterr().err
+
+
+WRONG_LENGTHS: list[tuple[list[dict[str, Any]], str, str]] = [
+    (
+        [{"id": "b", "length": 2, "context": [{"node": "a", "mode": "artifact", "span": [0, 9]}]}],
+        "span_out_of_range", "nodes[0].context[0].span",
+    ),
+    ([{"id": "b", "length": 2, "context": [{"node": "a", "at": 9}]}], "span_out_of_range", "nodes[0].context[0].at"),
+    (
+        [{"id": "b", "length": 2, "context": [{"node": "a"}, {"node": "a", "mode": "digest"}]}],
+        "edge_mix_forbidden", "nodes[0].context[1].mode",
+    ),
+    (
+        [{"id": "b", "length": 2, "position": {"policy": "zigzag"}}], "policy_unsupported", "nodes[0].policy",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nodes", "code", "field"), WRONG_LENGTHS)
+def test_lengths_are_checked_as_far_as_they_tell(
+    nodes: list[dict[str, Any]],
+    code: str,
+    field: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The same refusal with the document's own path, though what is read comes later in the document."""
+    file = write(tmp_path, {"format": "dagengine.graph/v1", "nodes": [*nodes, {"id": "a", "length": 3}]})
+    assert main(["graph", "check", file, "--json"]) == 1
+    error = printed(capsys)["error"]
+    assert (error["code"], error["field"]) == (code, field)
+    assert main(["explain", file]) == 1
+    assert f"{field}: " in capsys.readouterr().err
+
+
+def test_a_case_without_nodes_is_an_empty_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, [{"name": "nothing", "nodes": [], "expected": {}}])
+    for command in (["explain"], ["explain", "--json"], ["graph", "check"]):
+        assert main([*command, file]) == 0
+    assert "nothing" in capsys.readouterr().out
 
 
 def test_generate_answers_every_prompt_over_the_shared_context(

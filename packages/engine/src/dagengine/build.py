@@ -187,16 +187,20 @@ def assemble(
     if len(kv_heads) != 1:
         raise DagError("unsupported", "layers with different KV shapes are not supported", "model")
     num_pages = config.kv_pages or _pages(geometry, config, dtype, max_model_len)
-    store = KVStore(num_pages, config.page_size, clock=clock)
-    arena = TorchArena(
-        geometry.num_layers,
-        num_pages,
-        config.page_size,
-        geometry.groups[0].num_kv_heads,
-        geometry.groups[0].head_dim,
-        dtype,
-        device,
-    )
+    try:
+        arena = TorchArena(
+            geometry.num_layers,
+            num_pages,
+            config.page_size,
+            geometry.groups[0].num_kv_heads,
+            geometry.groups[0].head_dim,
+            dtype,
+            device,
+        )
+        store = KVStore(num_pages, config.page_size, clock=clock)
+    except (MemoryError, RuntimeError):
+        message = f"the memory does not hold {num_pages} KV pages of {config.page_size} tokens; ask for fewer"
+        raise DagError("capacity", message, "kv_pages" if config.kv_pages else "kv_memory_gib") from None
     log.info(
         "model %s, %s on %s, %d KV pages of %d tokens, at most %d positions, %d threads",
         geometry.architecture, dtype, device, num_pages, config.page_size, max_model_len, torch.get_num_threads(),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import DagError
+from .errors import DagError, shown
+from .sampling import MAX_SEED
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 LOAD_FORMATS = ("auto", "dummy")
 DEFAULT_KV_MEMORY_GIB = 2.0
+MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -51,21 +53,35 @@ class EngineConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "max_failed_steps"):
-            _at_least_one(name, getattr(self, name))
+            _count(name, getattr(self, name))
         for name in ("max_model_len", "kv_pages", "threads", "max_waiting"):
             if getattr(self, name) is not None:
-                _at_least_one(name, getattr(self, name))
-        if not isinstance(self.kv_memory_gib, int | float) or not 0 < self.kv_memory_gib < 1e6:
+                _count(name, getattr(self, name))
+        gib = self.kv_memory_gib
+        if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < 1e6:
             raise DagError(
                 "invalid_request", "kv_memory_gib must be a positive number of GiB", "kv_memory_gib"
             )
+        for name in ("attention_backend", "position_policy"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise DagError("invalid_request", f"{name} is a name, not {shown(value)}", name)
+        seed = self.seed
+        if seed is not None and (
+            isinstance(seed, bool) or not isinstance(seed, int) or not -MAX_SEED - 1 <= seed <= MAX_SEED
+        ):
+            message = f"seed must be an integer from {-MAX_SEED - 1} to {MAX_SEED}, not {shown(seed)}"
+            raise DagError("invalid_request", message, "seed")
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise DagError("invalid_request", f"{name} must be one of {', '.join(allowed)}, not {value!r}", name)
+        raise DagError(
+            "invalid_request", f"{name} must be one of {', '.join(allowed)}, not {shown(value)}", name
+        )
 
 
-def _at_least_one(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise DagError("invalid_request", f"{name} must be an integer of at least 1, not {value!r}", name)
+def _count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_COUNT:
+        rule = f"must be an integer of at least 1 and at most {MAX_COUNT}, not {shown(value)}"
+        raise DagError("invalid_request", f"{name} {rule}", name)

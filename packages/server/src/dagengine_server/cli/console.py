@@ -57,6 +57,8 @@ def read_json(path: Path) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise CommandError(f"{path} is no JSON: {error}") from None
+    except RecursionError:
+        raise CommandError(f"{path} is nested too deeply") from None
 
 
 def read_text(path: Path) -> str:

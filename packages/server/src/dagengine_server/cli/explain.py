@@ -8,6 +8,7 @@ shape of a cases file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,7 +50,7 @@ def explain(
         return
     graph = load_graph(document)
     if model is None and url is None and all(node.input is None for node in graph.nodes):
-        cases = explain_cases((as_case(graph, file.stem),))
+        cases = [explain_lengths(graph, file.stem)]
         print_json(cases, indent=None) if as_json else _print_cases(cases)
         return
     if url is not None:
@@ -78,6 +79,23 @@ def explain_cases(cases: tuple[Case, ...]) -> list[dict[str, Any]]:
                 error.code, error.message, f"[{index}].{error.field}" if error.field else None
             ) from None
     return result
+
+
+def explain_lengths(document: GraphDocument, name: str) -> dict[str, Any]:
+    """`{"name", "expected"}` for a document of lengths. Raises DagError with the document's path, and as `as_case`."""
+    from dagengine import DagError
+    from dagengine.cases import explain_case
+
+    place = {node.id: index for index, node in enumerate(document.nodes)}
+
+    def in_document(found: re.Match[str]) -> str:
+        return f"nodes[{place[document.order[int(found[1])]]}]"
+
+    try:
+        return {"name": name, "expected": explain_case(as_case(document, name))}
+    except DagError as error:
+        field = error.field and re.sub(r"^nodes\[(\d+)\]", in_document, error.field)
+        raise DagError(error.code, error.message, field) from None
 
 
 def as_case(document: GraphDocument, name: str) -> Case:
@@ -123,7 +141,7 @@ def explain_document(
 
 def _print_cases(found: list[dict[str, Any]]) -> None:
     for case in found:
-        rows = []
+        rows, layouts = [], []
         for node, expected in case["expected"].items():
             layouts = [name for name in ("linear", "native", "as_given") if name in expected]
             rows.append(

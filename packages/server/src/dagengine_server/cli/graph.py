@@ -11,6 +11,7 @@ from dagengine_core_graph import GraphDocument, load_graph
 from dagengine_core_graph.cases import load_cases
 
 from .console import error_line, is_refusal, new_app, print_json, read_json, say
+from .explain import explain_cases, explain_lengths
 from .options import Json
 
 app = new_app("Look at documents of context graphs.")
@@ -52,16 +53,20 @@ def check_document(document: Any) -> dict[str, Any]:
     """Counts of a valid document, and for a graph the order in which its nodes can run.
 
     Raises:
-        SchemaError: the document's shape, references or spans.
-        DagError: sampling options, `keep` or `position` of a node.
+        SchemaError: the document's shape or references.
+        DagError: sampling options, `keep` or `position` of a node; where all lengths are known, spans and layouts too.
     """
     if isinstance(document, list):
         cases = load_cases(document)
-        for case in cases:
-            case.graph()
+        explain_cases(cases)
         return {"cases": len(cases), "nodes": sum(len(case.nodes) for case in cases)}
     loaded = load_graph(document)
     _check_options(loaded)
+    if all(
+        node.length is not None and all(item.node is not None for item in node.context)
+        for node in loaded.nodes
+    ):
+        explain_lengths(loaded, "document")
     return {
         "nodes": len(loaded.nodes),
         "references": sum(len(node.context) for node in loaded.nodes),

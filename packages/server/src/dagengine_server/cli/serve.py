@@ -91,7 +91,7 @@ def serve(
     from ..settings import ServerSettings
 
     settings = ServerSettings(
-        served_model_name=served_model_name or Path(folder).name,
+        served_model_name=Path(folder).name if served_model_name is None else served_model_name,
         api_keys=tuple(api_key or ()),
         allowed_origins=tuple(allowed_origins or ()),
         max_body_bytes=max_body_bytes,
