@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,11 +40,20 @@ Start = Callable[[float, float], Process]
 
 
 @pytest.fixture(scope="module")
-def forker(model_folder: Path) -> Iterator[Callable[[str], int]]:
+def forker(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], int]]:
+    """Servers whose log must be without a traceback, however they ended."""
     script = str(Path(__file__).parent / "drained_server.py")
-    with subprocess.Popen(
-        [sys.executable, script, str(model_folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    log = tmp_path_factory.mktemp("shutdown") / "log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, script, str(model_folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
+    ):
         assert process.stdin is not None and process.stdout is not None
 
         def ask(command: str) -> int:
@@ -52,6 +62,7 @@ def forker(model_folder: Path) -> Iterator[Callable[[str], int]]:
 
         yield ask
         process.stdin.close()
+    assert "Traceback" not in log.read_text(), log.read_text()
 
 
 @pytest.fixture
@@ -115,6 +126,20 @@ def test_the_second_signal_means_now(start_process: Start) -> None:
     wait_until(lambda: _status(process.port, "/health/ready") == 503)
     process.signal(signal.SIGTERM)
     assert b'"code":"draining"' in client.read_to_end()
+    assert process.exit_status() == 0
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.001, 0.01, 0.1])
+def test_signals_in_a_row_leave_no_traceback(start_process: Start, gap_s: float) -> None:
+    """The forker holds it."""
+    process = start_process(1000.0, 0.05)
+    clients = [RawClient(process.port) for _ in range(3)]
+    for client in clients:
+        client.send("/v1/completions", LONG)
+    clients[0].read_until(b"data: ", 2)
+    for _ in range(4):
+        process.signal(signal.SIGTERM)
+        time.sleep(gap_s)
     assert process.exit_status() == 0
 
 

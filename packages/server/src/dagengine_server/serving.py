@@ -90,6 +90,12 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
 
+    async def shutdown(self, sockets: list[Any] | None = None) -> None:
+        """Uvicorn leaves the end of the lifespan out when it is forced, and logs a traceback of that."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called in the main thread; what follows runs on the event loop."""
         self._signals += 1
