@@ -78,6 +78,24 @@ def test_pages_found_of_a_later_restore_make_room_for_an_earlier_one(cached: int
     ask(run, "reader")
 
 
+@pytest.mark.parametrize("evicted", [False, True])
+@pytest.mark.parametrize("start", range(0, 21, 5))
+def test_what_is_not_read_of_a_state_makes_room(start: int, evicted: bool) -> None:
+    """At most two of the state's six pages are read; eight are written."""
+    run = world()
+    keep(run, "state", 6)
+    if evicted:
+        run.overwrite()
+    span = ContextRef(state=run.handle("state").id, mode="artifact", span=(start, start + 4))
+    run.submit(Request("ask", tuple(range(29)), GREEDY, (span,)))
+    run.run(200)
+    assert run.ends["ask"].error is None, run.ends["ask"].error
+    run.submit(Request("whole", (7,), GREEDY, (ContextRef(state=run.handle("state").id),)))
+    run.run(200)
+    assert run.ends["whole"].error is None, run.ends["whole"].error
+    run.clean_up()
+
+
 @pytest.mark.parametrize("order", list(product(("a", "b"), repeat=2)))
 def test_what_can_never_be_resident_together_comes_to_an_end(order: tuple[str, ...]) -> None:
     """Each takes the whole pool to compute; only what was computed before and stayed can be read together."""

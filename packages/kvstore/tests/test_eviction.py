@@ -44,7 +44,7 @@ def test_leased_pinned_and_unsealed_nodes_are_never_evicted() -> None:
     store = make_store(num_pages=5)
     leased, parent = write(store, [1] * 8), write(store, [2] * 4)
     pinned = child(store, parent, [3] * 4)
-    lease = store.lease([Read(leased, 0, 1)])
+    lease = store.lease([Read(leased, 3, 5)])
     handle = store.name(pinned, pin=True)
     writer = store.begin([], [], 0, signature=SIGNATURE)
     writer.reserve(4)
@@ -61,6 +61,43 @@ def test_leased_pinned_and_unsealed_nodes_are_never_evicted() -> None:
     lease.release()
     fill(store, 4)
     store.check()
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_what_a_reader_does_not_read_of_a_node_makes_room(leased: bool) -> None:
+    """Six pages: of a state of four the new node reads the second one, and writes five; then all is read again."""
+    store = make_store(num_pages=6)
+    source = write(store, list(range(14)))
+    read = Read(source, 4, 7, -4)
+    writer = store.begin([Parent.artifact(source, 4, 7)], [read], 3, signature=SIGNATURE)
+    lease = store.lease([read]) if leased else None
+    assert store.available(reads=[read]) == 5 and store.available(exclude=[source]) == 2
+    assert store.can_fit(5, reads=[read]) and not store.can_fit(6, reads=[read])
+    with pytest.raises(OutOfPages):
+        writer.reserve(6 * 4)
+    assert store.tier(source) == "device"
+    writer.reserve(5 * 4)
+    assert [page is not None for page in source.pages] == [False, True, False, False]
+    assert store.tier(source) == "nowhere"
+    store.lease([read]).release()
+    with pytest.raises(NotResident):
+        store.lease([Read(source, 0, 14)])
+    store.check()
+    writer.append(list(range(20)))
+    writer.commit(20)
+    store.unhold(writer.seal())
+    if lease is not None:
+        lease.release()
+    again = store.restore(source)
+    assert again.todo == list(range(14))
+    again.reserve(14)
+    again.append(again.todo)
+    again.commit(14)
+    again.finish()
+    assert store.tier(source) == "device"
+    store.check()
+    store.unhold(source)
+    assert_all_pages_back(store)
 
 
 def test_a_pinned_fork_of_no_tokens_pins_what_its_node_passes_on_and_not_the_node() -> None:

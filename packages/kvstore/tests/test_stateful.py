@@ -138,7 +138,7 @@ class StoreMachine(RuleBasedStateMachine):
     def write(self, writing: Writing, tokens: list[int]) -> None:
         writer = writing.writer
         needed = writer.pages_needed(len(tokens))
-        fits = self.store.can_fit(needed, exclude=[read.node for read in writer.node.reads])
+        fits = self.store.can_fit(needed, reads=writer.node.reads)
         before = self.store.stats()
         try:
             writer.reserve(len(tokens))

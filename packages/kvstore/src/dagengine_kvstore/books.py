@@ -5,7 +5,8 @@ several of them at once. Users call KVStore; writers and the audit work on this.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from dagengine_kvstore.states import Handle, HandleTable
 
 if TYPE_CHECKING:
     from dagengine_kvstore.leases import Lease
+    from dagengine_kvstore.references import Read
     from dagengine_kvstore.writer import RestoreWriter, Writer
 
 
@@ -75,37 +77,43 @@ class Books:
         self.events.record(self._clock(), kind, node=node.uid, handle=handle, tokens=tokens, pages=pages)
 
     def take_pages(self, node: NodeRecord, count: int, after: int | None) -> list[int]:
-        """Pages for a writer of `node`; evicts others, but never what the node itself reads.
+        """Pages for a writer of `node`; evicts others, but never pages that the node itself reads.
 
         Raises OutOfPages before anything changed.
         """
         short = count - self.pool.num_free - self.pool.num_cached
         if short > 0:
-            chosen = self._choose_victims(short, {read.node for read in node.reads})
+            chosen = self._choose_victims(short, node.reads)
             if chosen is None:
                 available = self.pool.num_free + self.pool.num_cached
                 raise OutOfPages(count, available, self.pool.num_waiting)
-            for victim in chosen:
-                self.evict(victim)
+            for victim, pages in chosen:
+                self.evict(victim, pages)
         return self.pool.allocate(count, after)
 
-    def evictable(self, exclude: Collection[NodeRecord]) -> dict[int, tuple[NodeRecord, list[int]]]:
-        """Nodes that may be dropped, by uid, with their resident pages."""
+    def evictable(
+        self, exclude: Collection[NodeRecord] = (), reads: Iterable[Read] = ()
+    ) -> dict[int, tuple[NodeRecord, list[int]]]:
+        """Nodes that may be dropped, by uid, with the pages that may: resident, and in no lease or read of `reads`."""
         pinned = self.pinned()
+        kept: dict[NodeRecord, set[int]] = {}
+        for read in chain(reads, (read for lease in self.leases for read in lease.reads)):
+            kept.setdefault(read.node, set()).update(self.holds.page_range(read.start, read.stop))
         found: dict[int, tuple[NodeRecord, list[int]]] = {}
         for node in self.nodes():
-            if not node.sealed or node.leases or node.restoring or node in exclude or node in pinned:
+            if not node.sealed or node.restoring or node in exclude or node in pinned:
                 continue
-            pages = [page for page in node.pages if page is not None]
+            keep = kept.get(node, ())
+            pages = [p for index, p in enumerate(node.pages) if p is not None and index not in keep]
             if pages:
                 found[node.uid] = node, pages
         return found
 
-    def num_evictable_pages(self, exclude: Collection[NodeRecord]) -> int:
+    def num_evictable_pages(self, exclude: Collection[NodeRecord], reads: Iterable[Read] = ()) -> int:
         """Pages that evicting would free now; none while a step is open, since they would wait for it."""
         if self.pool.num_fences:
             return 0
-        owned = {uid: pages for uid, (_, pages) in self.evictable(exclude).items()}
+        owned = {uid: pages for uid, (_, pages) in self.evictable(exclude, reads).items()}
         return len(freed_pages(owned, self.pool.refs))
 
     def pinned(self) -> set[NodeRecord]:
@@ -122,14 +130,17 @@ class Books:
             stack.extend(below)
         return nodes
 
-    def evict(self, node: NodeRecord) -> int:
-        pages = [page for page in node.pages if page is not None]
-        node.pages = [None] * len(node.pages)
-        for page in reversed(pages):
+    def evict(self, node: NodeRecord, pages: Collection[int]) -> int:
+        """Drop these of a node's pages. Returns their number."""
+        dropped = [
+            (index, page) for index, page in enumerate(node.pages) if page is not None and page in pages
+        ]
+        for index, page in reversed(dropped):
+            node.pages[index] = None
             self.pool.drop(page)
-        self.evictions += bool(pages)
-        self.note("evict", node, pages=len(pages))
-        return len(pages)
+        self.evictions += bool(dropped)
+        self.note("evict", node, pages=len(dropped))
+        return len(dropped)
 
     def hold(self, node: NodeRecord, at: int) -> None:
         hold = self.holds.hold(node, 0, at, passed=True)
@@ -199,10 +210,10 @@ class Books:
         self.note(kind, writer.node)
         self.holds.release(*writer.holds)
 
-    def _choose_victims(self, short: int, exclude: Collection[NodeRecord]) -> list[NodeRecord] | None:
+    def _choose_victims(self, short: int, reads: Iterable[Read]) -> list[tuple[NodeRecord, list[int]]] | None:
         if self.pool.num_fences:
             return None
-        evictable = self.evictable(exclude)
+        evictable = self.evictable(reads=reads)
         candidates = [
             Candidate(
                 uid=uid,
@@ -221,4 +232,4 @@ class Books:
             raise KVStoreError("plugin_broken", message, field="eviction")
         owned = {uid: pages for uid, (_, pages) in evictable.items()}
         chosen = choose(order, owned, self.pool.refs, short)
-        return None if chosen is None else [evictable[uid][0] for uid in chosen]
+        return None if chosen is None else [evictable[uid] for uid in chosen]

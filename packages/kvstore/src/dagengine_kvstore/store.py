@@ -253,25 +253,33 @@ class KVStore:
             raise KVStoreError(
                 "state_in_use", f"node {node.uid} is leased, pinned or restoring", field="node"
             )
-        return self._books.evict(node)
+        return self._books.evict(node, {page for page in node.pages if page is not None})
 
     def tier(self, node: NodeRecord) -> Tier:
         """DEVICE if all that is held of a sealed node is resident, else NOWHERE."""
         resident = all(node.pages[index] is not None for index in self._books.holds.covered_pages(node))
         return Tier.DEVICE if resident and node.held else Tier.NOWHERE
 
-    def available(self, exclude: Iterable[NodeRecord] = ()) -> int:
-        """Pages that `reserve` could take now if it may not evict the nodes in `exclude`; shared pages once.
+    def available(self, exclude: Iterable[NodeRecord] = (), *, reads: Iterable[Read] = ()) -> int:
+        """Pages that `reserve` could take now; shared pages once.
+
+        Args:
+            exclude: nodes that may not be evicted.
+            reads: tokens that may not be evicted, such as those that the node to be written reads.
 
         Evicting frees nothing while a step is open, so then only free and cached pages count.
         """
         pool = self._books.pool
-        return pool.num_free + pool.num_cached + self._books.num_evictable_pages(set(exclude))
+        return pool.num_free + pool.num_cached + self._books.num_evictable_pages(set(exclude), reads)
 
-    def can_fit(self, num_pages: int, exclude: Iterable[NodeRecord] = ()) -> bool:
-        """Whether `available(exclude) >= num_pages`, without looking at states if that is not needed."""
+    def can_fit(
+        self, num_pages: int, exclude: Iterable[NodeRecord] = (), *, reads: Iterable[Read] = ()
+    ) -> bool:
+        """Whether `available(exclude, reads=reads) >= num_pages`, without looking at states if that is not needed."""
         pool = self._books.pool
-        return num_pages <= pool.num_free + pool.num_cached or num_pages <= self.available(exclude)
+        return num_pages <= pool.num_free + pool.num_cached or num_pages <= self.available(
+            exclude, reads=reads
+        )
 
     def begin_step(self) -> int:
         """A step (or a transfer) starts to touch pages: what is freed from now on waits until it ends."""
