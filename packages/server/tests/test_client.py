@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from conftest import Server
@@ -137,6 +138,54 @@ def test_a_failed_list_keeps_nothing(client: Client) -> None:
     with pytest.raises(DagError):
         client.prefill(["the", []])
     assert client.states() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"prompts": None}, "prompts"),
+        ({"prompts": 5}, "prompts"),
+        ({"prompts": {"a": 1}}, "prompts"),
+        ({"prompts": b"the"}, "prompts"),
+        ({"prompts": ["the", 5]}, "prompts"),
+        ({"context": 5}, "context"),
+        ({"context": [5]}, "context[0]"),
+        ({"keep": "yes"}, "keep"),
+        ({"position_options": [1]}, "position_options"),
+        ({"stream": True}, "stream"),
+        ({"temperature": float("nan")}, None),
+        ({"temperature": float("inf")}, None),
+        ({"prompts": "\ud800"}, None),
+        ({"max_tokens": 10**5000}, None),
+        ({"stop": {"a"}}, None),
+        ({"stop": object()}, None),
+    ],
+    ids=lambda value: value if value is None or isinstance(value, str) else next(iter(value)),
+)
+def test_what_cannot_be_sent_is_refused_and_keeps_nothing(
+    client: Client, options: dict[str, Any], field: str | None
+) -> None:
+    with pytest.raises(DagError) as refused:
+        client.generate(**{"prompts": "the", "max_tokens": 2, **options})
+    assert refused.value.code in ("invalid_request", "unsupported")
+    assert refused.value.field == field
+    assert client.states() == []
+
+
+@pytest.mark.parametrize("document", [None, [], "x", 5])
+def test_a_document_is_a_mapping(client: Client, document: Any) -> None:
+    for call in (client.run_graph, client.compile):
+        with pytest.raises(DagError) as refused:
+            call(document)
+        assert (refused.value.code, refused.value.field) == ("invalid_request", "document")
+
+
+def test_a_closed_client_says_so(server: Server) -> None:
+    client = Client(server.url)
+    client.close()
+    with pytest.raises(DagError) as refused:
+        client.states()
+    assert refused.value.code == "connection_failed"
 
 
 def test_keys_and_salts_keep_states_apart(start: Callable[..., Server]) -> None:

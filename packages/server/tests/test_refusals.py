@@ -470,3 +470,20 @@ def test_tokens(server: Server) -> None:
     refused(server, "/tokenize", {"prompt": "a", "messages": []}, 400, "invalid_request", "prompt")
     refused(server, "/detokenize", {"tokens": [10**9]}, 400, "invalid_request", "tokens[0]")
     refused(server, "/detokenize", {"tokens": ["a"]}, 400, "invalid_request", "tokens[0]")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({**GOOD, "dag": 5}, "dag"),
+        ({**GOOD, "dag": []}, "dag"),
+        ({**GOOD, "dag": {"context": [5]}}, "dag.context[0]"),
+        ({**GOOD, "dag": {"keep": "x"}}, "dag.keep"),
+        ({**GOOD, "logit_bias": [1]}, "logit_bias"),
+        ({**GOOD, "stream": True, "stream_options": 5}, "stream_options"),
+    ],
+)
+def test_no_name_of_ours_is_in_a_message(server: Server, body: dict[str, Any], field: str) -> None:
+    error = server.post("/v1/completions", body).json()["error"]
+    assert error["param"] == field
+    assert error["message"].startswith("a JSON object is needed, not "), error

@@ -1,7 +1,8 @@
 """Which states to drop first when pages are short. Knows numbers about candidates; touches nothing itself.
 
 The store offers only nodes that may be dropped (sealed, not pinned; of what is leased or about to be read, the
-other pages) and evicts them in the order given until there are enough pages. A dropped node keeps its recipe and its handles.
+other pages) and evicts them in the order given until there are enough pages. A dropped node keeps its recipe
+and its handles.
 """
 
 from __future__ import annotations

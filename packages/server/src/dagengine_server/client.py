@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import httpx
 
 from dagengine import DagError, Explanation, Keep, NodeRef
+from dagengine.calls import keep_of, listed
 
 from .remote import ContextItem, Result, State, Usage, context_objects, position_object, without_none
 
@@ -134,7 +135,7 @@ class Client:
             body = {"input": _json_input(prompt), "dag": dag, "cache_salt": self.cache_salt}
             return self.state_of(self.post("/v1/states", body))
 
-        return one(prompts) if _is_single(prompts) else _at_once(one, prompts)  # type: ignore[arg-type]
+        return _each(one, prompts)
 
     def generate(
         self,
@@ -156,6 +157,8 @@ class Client:
         Returns:
             One `Result` for one prompt, a list for a list; with n > 1 a list of n in place of each.
         """
+        if options.get("stream"):
+            raise DagError("unsupported", "answers are whole here; stream with an OpenAI client", "stream")
         dag = self._dag(context, position, position_options, backend, keep)
 
         def one(prompt: Prompt) -> Any:
@@ -170,7 +173,7 @@ class Client:
             results = [self._result(choice, answer) for choice in answer["choices"]]
             return results if options.get("n", 1) > 1 else results[0]
 
-        return one(prompts) if _is_single(prompts) else _at_once(one, prompts)  # type: ignore[arg-type]
+        return _each(one, prompts)
 
     chat = generate
 
@@ -180,7 +183,7 @@ class Client:
 
     def run_graph(self, document: Mapping[str, Any]) -> dict[str, Result | DagError | list[Result]]:
         """Run a `dagengine.graph/v1` document: per node its result, a list of n results, or its error."""
-        answer = self.post("/v1/graphs", {**document, "stream": False, "cache_salt": self.cache_salt})
+        answer = self.post("/v1/graphs", _document(document, stream=False, cache_salt=self.cache_salt))
         found: dict[str, Result | DagError | list[Result]] = {}
         for node in answer["nodes"]:
             if "error" in node:
@@ -193,7 +196,7 @@ class Client:
 
     def compile(self, document: Mapping[str, Any]) -> dict[str, Any]:
         """What a `dagengine.graph/v1` document would do, by node; the model does not run."""
-        return self.post("/v1/graphs/compile", {**document, "cache_salt": self.cache_salt})
+        return self.post("/v1/graphs/compile", _document(document, cache_salt=self.cache_salt))
 
     def explain(
         self,
@@ -248,8 +251,14 @@ class Client:
 
     def call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         """One HTTP request. Raises DagError."""
+        if self._http.is_closed:
+            raise DagError("connection_failed", "this client is closed")
         try:
-            answer = self._http.request(method, path, **options)
+            request = self._http.build_request(method, path, **options)
+        except (TypeError, ValueError) as error:
+            raise DagError("invalid_request", f"the request is no JSON: {error}") from None
+        try:
+            answer = self._http.send(request)
         except httpx.TimeoutException:
             raise DagError("timeout", f"{self.base_url} did not answer in time") from None
         except httpx.HTTPError as error:
@@ -271,10 +280,11 @@ class Client:
         return {} if self.cache_salt is None else {"cache_salt": self.cache_salt}
 
     def keep_object(self, keep: bool | Keep) -> dict[str, Any] | None:
-        """`keep` of a request; None does not keep."""
+        """`keep` of a request; None does not keep. Raises DagError `invalid_request`."""
+        kept = keep_of(keep)
         if isinstance(keep, Keep):
             return without_none(asdict(keep))
-        return without_none({"ttl_s": self._ttl_s}) if keep else None
+        return None if kept is None else without_none({"ttl_s": self._ttl_s})
 
     def state_of(self, info: Mapping[str, Any]) -> State:
         return State(self, info["id"], info["spans"], info["tokens"])
@@ -338,6 +348,12 @@ def _error_of(error: Mapping[str, Any]) -> DagError:
     return DagError(str(error.get("code") or "internal"), str(error.get("message")), error.get("param"))
 
 
+def _each(function: Callable[[Prompt], T], prompts: Prompt | Sequence[Prompt]) -> Any:
+    """The result for one prompt, a list for a list. Raises DagError, also for what is neither."""
+    found, single = listed(prompts)
+    return function(found[0]) if single else _at_once(function, found)
+
+
 def _at_once(function: Callable[[Prompt], T], prompts: Sequence[Prompt]) -> list[T]:
     """Results in order. If one fails, what the others kept is released, and the first error is raised."""
     if not prompts:
@@ -356,13 +372,23 @@ def _at_once(function: Callable[[Prompt], T], prompts: Sequence[Prompt]) -> list
 
 
 def _json_input(prompt: Prompt) -> Any:
-    return prompt if isinstance(prompt, str) else list(prompt)
+    """A prompt as JSON has it. Raises DagError `invalid_request` for what is no sequence."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        message = f"a prompt is text, token ids, or messages, not {type(prompt).__name__}"
+        raise DagError("invalid_request", message, "prompts")
+    return list(prompt)
+
+
+def _document(document: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """A document with more fields. Raises DagError `invalid_request` for what is no mapping."""
+    if not isinstance(document, Mapping):
+        raise DagError(
+            "invalid_request", f"a document is a mapping, not {type(document).__name__}", "document"
+        )
+    return {**document, **more}
 
 
 def _is_messages(prompt: Prompt) -> bool:
-    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
-
-
-def _is_single(prompts: Any) -> bool:
-    """Whether this is one prompt: text, ids or messages; a list of those is not."""
-    return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | Mapping))
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)

@@ -17,6 +17,7 @@ from dagengine import DagError
 from .protocol import Message
 
 Body = TypeVar("Body", bound=BaseModel)
+MESSAGES = dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a JSON object is needed")
 SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -62,7 +63,7 @@ def parse_body(model: type[Body], value: Any, path: str = "") -> Body:
         code = "invalid_request" if found["type"] == "unknown_field" else "unsupported"
         where = _join(where, str(found["ctx"]["name"]))
         raise DagError(code, found["msg"], _join(path, where))
-    message = found["msg"][0].lower() + found["msg"][1:]
+    message = MESSAGES.get(found["type"]) or found["msg"][0].lower() + found["msg"][1:]
     if found["type"] == "missing":
         raise DagError("invalid_request", f"{where} is required", _join(path, where))
     raise DagError("invalid_request", f"{message}, not {_shown(found['input'])}", _join(path, where) or None)

@@ -149,14 +149,19 @@ class Result:
 ContextItem = State | Result | ContextRef | NodeRef | str
 
 
-def context_objects(context: Sequence[ContextItem]) -> list[dict[str, Any]]:
+def context_objects(context: Sequence[ContextItem] | None) -> list[dict[str, Any]]:
     """References as the wire has them. Raises DagError `invalid_request`, naming `context[i]`."""
-    if isinstance(context, str | State | Result | ContextRef | NodeRef):
+    if context is None:
+        return []
+    if isinstance(context, str) or not isinstance(context, Sequence):
         raise DagError("invalid_request", "context is a list of states, results or references", "context")
     return [_reference(item, f"context[{index}]") for index, item in enumerate(context)]
 
 
 def position_object(policy: str | None, options: Mapping[str, object] | None) -> dict[str, Any] | None:
+    if options is not None and not isinstance(options, Mapping):
+        message = "position_options is a mapping of names to values"
+        raise DagError("invalid_request", message, "position_options")
     if policy is None and not options:
         return None
     return {**({} if policy is None else {"policy": policy}), **(options or {})}
