@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from dagengine_core_graph import ContextGraph, NodeSpans, make_reference, visible
-from dagengine_positions import lay_out
+from dagengine_positions import check_layout, lay_out
 
 BATCHES = 12
 GRAPHS_PER_BATCH = 100
@@ -115,6 +115,7 @@ def test_layouts_equal_the_token_by_token_computation(batch):
             segments, own_start = per_token.lay_out(node, policy, later)
             options = {} if later is None else {"own_start": own_start}
             layout = lay_out(policy, visible(graph, node), per_token.own_starts.__getitem__, options)
+            check_layout(layout, visible(graph, node), per_token.own_starts.__getitem__)
             found = [(s.node, s.start, s.stop, s.view_start, s.delta) for s in layout.segments]
             assert (found, layout.own_start) == (segments, own_start), (batch, seed, node)
             assert layout.num_visible == sum(stop - start for _, start, stop, _, _ in segments)

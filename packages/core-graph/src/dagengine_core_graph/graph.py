@@ -219,8 +219,11 @@ class ContextGraph:
         start = reference.start
         if start is not None and not _is_count(start):
             raise GraphError("invalid_request", f"a start is a position from 0, not {short(start)}", "start")
-        span = reference.span if isinstance(reference, Artifact) else "all"
-        return Reading(reference, node, *node.span(span, reference.at))
+        if isinstance(reference, Artifact):
+            return Reading(reference, node, *node.span(reference.span, reference.at))
+        if reference.at is None:
+            return Reading(reference, node, 0, node.length)
+        return Reading(reference, node, *node.span("all", reference.at))
 
     def _find(self, node: object) -> Node | None:
         try:

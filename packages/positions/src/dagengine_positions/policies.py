@@ -16,10 +16,11 @@ from collections.abc import Mapping
 from dagengine_core_graph import Reference, VisibleContext
 
 from .errors import PositionError, shown, suggestion, whole
-from .layout import Layout, Segment, StoredStart
+from .layout import Layout, Segment, StoredStart, trusted
 from .rope import POSITION_LIMIT
 
 
+@trusted
 class LinearPolicy:
     """Visible tokens at 0, 1, 2, ... in context order: a chain of inherits is exactly the plain prompt."""
 
@@ -39,6 +40,7 @@ class LinearPolicy:
         return Layout(self.name, tuple(segments), view, view)
 
 
+@trusted
 class NativePolicy:
     """Every token where it is stored: parallel branches start together, a merge follows the longest."""
 
@@ -58,6 +60,7 @@ class NativePolicy:
         return Layout(self.name, tuple(segments), own_start, context.num_tokens)
 
 
+@trusted
 class ExplicitPolicy:
     """Every reference says where its tokens start; overlaps are allowed.
 
