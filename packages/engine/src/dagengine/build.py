@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,22 @@ def build_core(
 ) -> EngineCore:
     """Load a model and build its engine core on the CPU.
 
+    The work is done by a thread that ends with it. A thread that multiplied once keeps OpenMP workers, and on a
+    machine without cores to spare those of the caller would slow every step of the engine's thread.
+
     Raises:
         DagError: `model_not_found`, `unsupported`, `invalid_weights`, or a refusal of the configuration.
     """
+    with ThreadPoolExecutor(1, "dagengine-build") as pool:
+        return pool.submit(_build_core, model, config, chat_template, observer).result()
+
+
+def _build_core(
+    model: str | os.PathLike[str],
+    config: EngineConfig,
+    chat_template: str | None,
+    observer: Observer | None,
+) -> EngineCore:
     folder = find_model(model)
     files = read_model(folder)
     device = torch.device("cpu")

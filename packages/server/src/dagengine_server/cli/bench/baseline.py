@@ -1,5 +1,8 @@
 """The baseline that everybody has: transformers, on the same weights, dtype and threads, in the same process.
 
+It runs on the thread that the engine runs on. Every thread that multiplies gets OpenMP workers of its own, and on a
+machine with no cores to spare a second set of them slows whoever runs, so both would be measured at their worst.
+
 Optional: transformers is no dependency. It is looked up by name when a benchmark asks for it, and everything
 it needs from torch it gets through its own functions.
 """
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,9 +21,17 @@ def transformers_available() -> bool:
 
 
 class Transformers:
-    """`AutoModelForCausalLM` and its `generate`, greedy, with its own cache."""
+    """`AutoModelForCausalLM` and its `generate`, greedy, with its own cache.
 
-    def __init__(self, folder: str, dtype: str) -> None:
+    Args:
+        on_thread: runs a function on the thread to measure on, and waits for it.
+    """
+
+    def __init__(self, folder: str, dtype: str, on_thread: Callable[[Callable[[], Any]], Any]) -> None:
+        self._on_thread = on_thread
+        on_thread(lambda: self._load(folder, dtype))
+
+    def _load(self, folder: str, dtype: str) -> None:
         library = importlib.import_module("transformers")
         library.logging.set_verbosity_error()
         library.logging.disable_progress_bar()
@@ -34,6 +45,10 @@ class Transformers:
         Returns:
             Seconds from the call to each token, and the tokens.
         """
+        result: tuple[list[float], list[int]] = self._on_thread(lambda: self._generate(ids, tokens))
+        return result
+
+    def _generate(self, ids: Sequence[int], tokens: int) -> tuple[list[float], list[int]]:
         batch = self._library.BatchEncoding({"input_ids": [list(ids)]}, tensor_type="pt")
         batch["attention_mask"] = batch["input_ids"].new_ones(batch["input_ids"].shape)
         clock = _Clock()

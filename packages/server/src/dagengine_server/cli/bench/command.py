@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -134,7 +134,7 @@ def _measure(
         return figures
     say(f"loading {model}")
     with Probe(model, seed=seed, options=engine) as probe:
-        baseline = _baseline(model, str(engine["dtype"]), compare, parts)
+        baseline = _baseline(model, str(engine["dtype"]), compare, parts, probe)
         with_model: dict[str, Callable[[Probe], list[Figure]]] = {
             "backends": lambda p: merging.measure_backends(p, settings, backends),
             "first-token": lambda p: merging.measure_first_token(p, settings, baseline),
@@ -148,7 +148,7 @@ def _measure(
     return figures
 
 
-def _baseline(model: str, dtype: str, compare: bool, parts: list[str]) -> Transformers | None:
+def _baseline(model: str, dtype: str, compare: bool, parts: list[str], probe: Probe) -> Transformers | None:
     if not compare or not {"first-token", "single-stream"} & set(parts):
         return None
     if not transformers_available():
@@ -156,7 +156,10 @@ def _baseline(model: str, dtype: str, compare: bool, parts: list[str]) -> Transf
         return None
     from dagengine.build import find_model
 
-    return Transformers(str(find_model(model)), "float32" if dtype == "auto" else dtype)
+    def on_engine(function: Callable[[], Any]) -> Any:
+        return probe.llm.engine.call(lambda _: function()).result()
+
+    return Transformers(str(find_model(model)), "float32" if dtype == "auto" else dtype, on_engine)
 
 
 def _parts(asked: list[str]) -> list[str]:
