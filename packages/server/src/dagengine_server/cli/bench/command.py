@@ -6,6 +6,7 @@ import gc
 import shlex
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -129,7 +130,7 @@ def _measure(
     gc.freeze()
     for part in [part for part in parts if part in without_model]:
         say(f"measuring {part}")
-        figures += without_model[part]()
+        figures += _apart(without_model[part])
     if all(part in without_model for part in parts):
         return figures
     say(f"loading {model}")
@@ -144,8 +145,14 @@ def _measure(
         }
         for part in [part for part in parts if part in with_model]:
             say(f"measuring {part}")
-            figures += with_model[part](probe)
+            figures += _apart(lambda part=part: with_model[part](probe))
     return figures
+
+
+def _apart(measure: Callable[[], list[Figure]]) -> list[Figure]:
+    """Measure on a thread that ends with the part, and with it the OpenMP workers that it may have started."""
+    with ThreadPoolExecutor(1, "bench") as pool:
+        return pool.submit(measure).result()
 
 
 def _baseline(model: str, dtype: str, compare: bool, parts: list[str], probe: Probe) -> Transformers | None:
