@@ -207,6 +207,7 @@ BYTES = {b: bytes([b]) for b in range(256)} | {i: piece for piece, i in PIECE_ID
         ([b"ST", b"OP"], ["STOP"], ["", ""], 0),
         ([b"S", b"S", b"ST", b"OP"], ["STOP"], ["", "S", "S", ""], 2),
         ([b"a", b"ST"], ["STOP"], ["a", "ST"], 2),
+        ([b"a", b"\xf0\x9f\x98\x80\xf0"], ["\U0001f600"], ["a", ""], 1),
     ],
 )
 def test_examples_of_stop_strings(pieces: list[bytes], stop: list[str], deltas: list[str], kept: int) -> None:

@@ -29,6 +29,7 @@ class IncrementalDetokenizer:
         self._ids: list[int] = []
         self._ends: list[int] = []
         self._prefix = self._read = 0
+        self._taken = 0  # characters of decode(ids[prefix:]) that the text holds
         self._text = ""
         self._shown = 0
         self._settled = 0
@@ -43,20 +44,23 @@ class IncrementalDetokenizer:
         """Add one sampled id. Afterwards `stopped_by` names the stop string that the text now holds, if any."""
         assert self.stopped_by is None
         self._ids.append(token_id)
-        window = self._decode(self._ids[self._prefix : self._read])
         text = self._decode(self._ids[self._prefix :])
-        if len(text) > len(window) and not text.endswith(REPLACEMENT):
-            self._add(text[len(window) :], check_stop)
-            self._prefix, self._read = self._read, len(self._ids)
+        whole = text.rstrip(REPLACEMENT)
+        if len(whole) > self._taken:
+            self._add(whole[self._taken :], check_stop)
+            self._taken = len(whole)
+            if whole == text:
+                self._prefix, self._read = self._read, len(self._ids)
+                self._taken = len(self._decode(self._ids[self._prefix : self._read]))
         self._ends.append(len(self._text))
 
     def flush(self, *, check_stop: bool = True) -> None:
         """The end: bytes that never became a character are shown as they decode."""
         if self.stopped_by is not None or self._read == len(self._ids):
             return
-        window = self._decode(self._ids[self._prefix : self._read])
-        self._add(self._decode(self._ids[self._prefix :])[len(window) :], check_stop)
+        self._add(self._decode(self._ids[self._prefix :])[self._taken :], check_stop)
         self._prefix = self._read = len(self._ids)
+        self._taken = 0
         if self._ends:
             self._ends[-1] = max(self._ends[-1], len(self._text))
 
