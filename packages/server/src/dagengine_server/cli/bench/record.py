@@ -91,8 +91,9 @@ def percentile(ordered: Sequence[float], q: float) -> float:
 
 
 def circumstances(command: str, threads: int) -> Circumstances:
-    """This machine, these versions, this commit."""
-    return Circumstances(hardware(threads), versions(), commit(), command)
+    """This machine, these versions, this commit; paths below the working folder or the home say no more than that."""
+    shown = command.replace(f"{Path.cwd()}{os.sep}", "").replace(str(Path.home()), "~")
+    return Circumstances(hardware(threads), versions(), commit(), shown)
 
 
 def hardware(threads: int) -> str:
