@@ -1,0 +1,59 @@
+"""The contract between FusedBackend and one implementation of the walk. Knows plans and tensors; not tables' origin."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dagengine_kernels.backend import AttentionShape, Capabilities, Plan
+from dagengine_kernels.fused.plan import PlanArrays, PlanParameters
+from dagengine_kernels.segments import SegmentTable
+
+
+@dataclass(frozen=True, eq=False)
+class FusedPlan(Plan):
+    """A plan of FusedBackend.
+
+    Attributes:
+        arrays: the plan on the host.
+        executor: the implementation that it was made for.
+        loaded: what that implementation made of it (device arrays, scratch); its own business.
+    """
+
+    arrays: PlanArrays
+    executor: str
+    loaded: dict[str, Any] = field(default_factory=dict)
+
+
+class Executor(ABC):
+    """One implementation: cpu, cuda, tilelang, triton."""
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    @classmethod
+    @abstractmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """Why it cannot run on that device here (no compiler, no such GPU, not installed); None if it can."""
+
+    @abstractmethod
+    def parameters(self, table: SegmentTable, shape: AttentionShape, device: torch.device) -> PlanParameters:
+        """What the planner is to plan for. Raises: KernelError (capability_missing)."""
+
+    @abstractmethod
+    def load(self, plan: FusedPlan) -> None:
+        """Bring `plan.arrays` where the kernels read it; fills `plan.loaded`. Called once per plan."""
+
+    @abstractmethod
+    def run(
+        self, plan: FusedPlan, q: Tensor, kv_layer: Tensor, *, sinks: Tensor | None, return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """out [T, Hq, D] in q's dtype and, if asked for, lse2 [T, Hq] float32; as `AttentionBackend.run` says."""
+
+    def temp_bytes(self, plan: FusedPlan) -> int:
+        """Bytes of scratch (partials and the like) that `run` uses for this plan."""
+        return 0
