@@ -1,0 +1,80 @@
+"""What this card can do at best, measured in the same run: copy, pure read, bf16 matmul. Knows torch and Triton only.
+
+copy    bytes read + written per second by a device-to-device copy of 4 GiB
+read    bytes per second by a Triton kernel that reads 4 GiB and keeps one number per block
+matmul  operations per second of an 8192 x 8192 x 8192 bf16 product of random numbers
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import triton
+import triton.language as tl
+
+from bench import kernels_timing
+
+SIDE = 8192
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes per second and operations per second, medians; and the samples as microseconds per call."""
+
+    copy: float
+    read: float
+    matmul: float
+    samples: dict[str, list[float]]
+
+    def floor_us(self, num_bytes: int, flops: int) -> float:
+        """The larger of the time to read the bytes and the time of the operations."""
+        return max(num_bytes / self.read, flops / self.matmul) * 1e6
+
+
+@triton.jit
+def _read(pointer, out, per_block: tl.constexpr, width: tl.constexpr):
+    """Each program adds up `per_block` × `width` int32 that lie in a row."""
+    start = tl.program_id(0).to(tl.int64) * per_block * width
+    place = tl.arange(0, width)
+    total = tl.zeros((width,), tl.int32)
+    for i in range(per_block):
+        total += tl.load(pointer + start + i * width + place)
+    tl.store(out + tl.program_id(0), tl.sum(total, 0))
+
+
+def measure(memory: torch.Tensor, replays: int = 9) -> Ceilings:
+    """Measure on the device of `memory`, a random bf16 vector of at least 8 GiB that is read and written over.
+
+    Its first half is copied onto its second half.
+    """
+    half = memory.numel() // 2
+    source, target = memory[:half], memory[half : 2 * half]
+    width, per_block = 2048, 16
+    words = source.view(torch.int32)
+    blocks = words.numel() // (width * per_block)
+    out = torch.empty(blocks, dtype=torch.int32, device=memory.device)
+    a, b = (memory[i * SIDE * SIDE : (i + 1) * SIDE * SIDE].view(SIDE, SIDE) for i in (0, 1))
+    product = torch.empty_like(a)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    def read() -> None:
+        _read[(blocks,)](words, out, per_block, width, num_warps=8)
+
+    def matmul() -> None:
+        torch.matmul(a, b, out=product)
+
+    captured = {name: kernels_timing.capture([f], 1) for name, f in (("copy", copy), ("read", read))}
+    kernels_timing.race(captured, replays)
+    captured["matmul"] = kernels_timing.capture([matmul], 1)
+    kernels_timing.race({"matmul": captured["matmul"]}, replays)
+    seconds = {name: median(c.samples) * 1e-6 for name, c in captured.items()}
+    return Ceilings(
+        copy=2 * source.nbytes / seconds["copy"],
+        read=blocks * width * per_block * 4 / seconds["read"],
+        matmul=2 * SIDE**3 / seconds["matmul"],
+        samples={name: c.samples for name, c in captured.items()},
+    )
