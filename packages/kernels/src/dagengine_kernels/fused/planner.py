@@ -1,0 +1,102 @@
+"""Segment tables and span tables -> plans. Knows integers only; which kernel runs the plan is in the parameters.
+
+The C++ planner does the work where the package was built with it; otherwise its twin does, with equal results.
+What is planned depends on what sequences see, not on the order in which they see it: the steps are in planner_twin.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
+from dagengine_kernels.fused import planner_twin
+from dagengine_kernels.fused.plan import WORK_BEGIN, WORK_END, PlanArrays, PlanParameters
+from dagengine_kernels.fused.spans import SpanTable, to_spans
+from dagengine_kernels.segments import SegmentTable
+
+MAX_HEIGHTS = 2
+
+
+def plan_table(
+    table: SegmentTable, parameters: PlanParameters, *, reserve: Sequence[Sequence[int]] | None = None
+) -> PlanArrays:
+    """Plan a valid SegmentTable: as `plan_spans` of `to_spans(table)`."""
+    return plan_spans(to_spans(table), parameters, reserve=reserve)
+
+
+def plan_spans(
+    spans: SpanTable, parameters: PlanParameters, *, reserve: Sequence[Sequence[int]] | None = None
+) -> PlanArrays:
+    """Plan one batch.
+
+    Args:
+        spans: what each sequence sees.
+        parameters: what the kernels want.
+        reserve: for a plan that is used for several decode steps, per sequence the pages that it will grow into
+            after the page of its last span's last token. Every sequence of one row that sees anything then has a
+            tail, which `advance` makes grow; the others take no pages. What such a sequence lists past its row's
+            position is not cut off, since later rows see it.
+
+    Returns:
+        The plan; equal arguments give equal arrays.
+
+    Raises:
+        KernelError: invalid_argument for parameters or `reserve`, invalid_segment_table for `spans`.
+    """
+    check_parameters(parameters)
+    spans.validate()
+    check_reserve(spans, reserve)
+    return planner_twin.plan_spans(spans, parameters, reserve)
+
+
+def balance(arrays: PlanArrays, parameters: PlanParameters) -> list[tuple[int, float]]:
+    """Per class of the plan the cost of its largest share, in KV tiles, and that of the mean share."""
+    found = []
+    for one in arrays.classes:
+        cost = one.works[:, WORK_END] - one.works[:, WORK_BEGIN] + parameters.work_cost
+        ends = np.append(0, np.cumsum(cost))[one.work_indptr]
+        found.append((int(np.diff(ends).max()), float(ends[-1]) / (len(one.work_indptr) - 1)))
+    return found
+
+
+def check_parameters(parameters: PlanParameters) -> None:
+    """Raises KernelError (invalid_argument) for parameters that no plan can have."""
+    for name, least in (("group", 1), ("num_kv_heads", 1), ("boxes", 1), ("min_chunk", 1), ("work_cost", 0)):
+        if getattr(parameters, name) < least:
+            message = f"must be at least {least}, not {getattr(parameters, name)}"
+            raise KernelError(INVALID_ARGUMENT, message, name)
+    heights = parameters.rows_per_tile
+    if not 1 <= len(heights) <= MAX_HEIGHTS or list(heights) != sorted(set(heights)):
+        raise KernelError(
+            INVALID_ARGUMENT, f"must be 1 or 2 ascending heights, not {heights}", "rows_per_tile"
+        )
+    if heights[0] < parameters.group:
+        message = f"must be at least the group of {parameters.group} query heads, not {heights[0]}"
+        raise KernelError(INVALID_ARGUMENT, message, "rows_per_tile")
+    if len(parameters.workers) != len(heights) or min(parameters.workers) < 1:
+        message = f"must name a positive number for each of {len(heights)} heights, not {parameters.workers}"
+        raise KernelError(INVALID_ARGUMENT, message, "workers")
+    if parameters.window is not None and parameters.window < 1:
+        raise KernelError(INVALID_ARGUMENT, f"must be at least 1, not {parameters.window}", "window")
+    if not parameters.wide_cost > 0:
+        raise KernelError(INVALID_ARGUMENT, f"must be positive, not {parameters.wide_cost}", "wide_cost")
+
+
+def check_reserve(spans: SpanTable, reserve: Sequence[Sequence[int]] | None) -> None:
+    """Raises KernelError (invalid_argument) for pages reserved for a sequence that cannot grow into them."""
+    if reserve is None:
+        return
+    if len(reserve) != spans.num_sequences:
+        message = f"must name pages for each of {spans.num_sequences} sequences, names {len(reserve)}"
+        raise KernelError(INVALID_ARGUMENT, message, "reserve")
+    rows, counts = np.diff(spans.q_indptr), np.diff(spans.span_indptr)
+    for sequence, pages in enumerate(reserve):
+        if len(pages) and (rows[sequence] != 1 or not counts[sequence]):
+            message = (
+                f"has {rows[sequence]} rows and {counts[sequence]} spans: only one row that sees some grows"
+            )
+            raise KernelError(INVALID_ARGUMENT, message, f"reserve[{sequence}]")
+        if len(pages) and min(pages) < 0:
+            raise KernelError(INVALID_ARGUMENT, "pages must not be negative", f"reserve[{sequence}]")

@@ -1,0 +1,545 @@
+"""The planner in Python: what a plan is made of, step by step. The C++ planner gives exactly the same arrays.
+
+Knows spans and plan parameters; not tensors, kernels or where a table came from.
+
+    unit        the rows of a sequence of at most M // G rows (the highest M): it shares tiles with others.
+                A longer sequence is cut into chunks of M // G rows, which share one walk of its own.
+    track       a page list at one place in the stored positions: what units can share. A growing tail (the last
+                page of a sequence that `reserve` lets grow) is a track of its own.
+    range       a stretch of a track between neighbouring ends of spans; every unit sees all of it or nothing
+
+        unit 0      [--------------------)             spans of one track
+        unit 1            [--------)
+        ranges      [ 0  )[  1     )[ 2 )              members 0 | 0 1 | 0
+
+    tile        units that read together: the longest one, then again and again the one that has most tokens in
+                common with what the tile reads already
+    group       the ranges that a tile's slots see at the same deltas: one run of the walk
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from dagengine_kernels.fused.plan import (
+    ENTRY_ROWS,
+    INVISIBLE,
+    PlanArrays,
+    PlanClass,
+    PlanParameters,
+)
+from dagengine_kernels.fused.spans import SpanTable, indptr
+
+MIN_GAIN = 64
+"""Tokens in common below which sharing a tile is not worth its masks."""
+
+MIN_GAIN_SHARE = 8
+"""A unit joins a tile only with at least 1 / MIN_GAIN_SHARE of its tokens in common."""
+
+Piece = tuple[int, int, int, int]
+"""(track, start, stop, delta)"""
+
+
+def plan_spans(
+    table: SpanTable, parameters: PlanParameters, reserve: Sequence[Sequence[int]] | None = None
+) -> PlanArrays:
+    """As `planner.plan_spans`, for a valid table and valid parameters."""
+    return _Planner(table, parameters, reserve).plan()
+
+
+def advance(arrays: PlanArrays) -> None:
+    """One token more for every sequence with a tail, in place: the definition of what kernels do on the device.
+
+    HI of the tail's entry grows by 1. When the page is full the tail moves to the next reserved entry; when there
+    is none it becomes (-1, 0) and the sequence must be planned anew before its next token. The positions of the
+    rows advance elsewhere.
+    """
+    for sequence, (entry, room) in enumerate(arrays.tails.tolist()):
+        if entry < 0:
+            continue
+        arrays.entries[entry, ENTRY_ROWS] += 1 << 16
+        if arrays.entries[entry, ENTRY_ROWS] >> 16 == arrays.page_size:
+            arrays.tails[sequence] = (entry + 1, room - 1) if room > 1 else (-1, 0)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Rows first_row .. first_row + size - 1 of the table, which are one sequence."""
+
+    sequence: int
+    first_row: int
+    size: int
+    pieces: list[Piece]
+
+    @property
+    def length(self) -> int:
+        return sum(stop - start for _, start, stop, _ in self.pieces)
+
+
+@dataclass(frozen=True)
+class _Range:
+    track: int
+    start: int
+    stop: int
+    members: list[tuple[int, int]]
+    """(unit, delta), in the order of units and of their spans; a unit may be in it more than once."""
+
+
+@dataclass
+class _Tile:
+    """One query tile and its walk. Run r of `visible` is the first + r of the plan's runs.
+
+    Attributes:
+        height: index into rows_per_tile.
+        rows: table rows, one per slot.
+        begin, end: KV tiles.
+        tile_runs: run of each KV tile of the walk, from `walk_begin` on.
+        visible: run -> slots that see it; None where all do.
+    """
+
+    height: int
+    rows: list[int]
+    begin: int
+    end: int
+    walk_begin: int
+    tile_runs: list[int]
+    visible: dict[int, list[bool]]
+
+
+class _Planner:
+    def __init__(
+        self, table: SpanTable, parameters: PlanParameters, reserve: Sequence[Sequence[int]] | None
+    ) -> None:
+        self.table = table
+        self.parameters = parameters
+        self.reserve = reserve
+        self.pages = [
+            table.list_pages[begin:end].tolist()
+            for begin, end in zip(table.list_indptr[:-1], table.list_indptr[1:], strict=True)
+        ]
+        self.slots = [rows // parameters.group for rows in parameters.rows_per_tile]
+        self.tracks: list[tuple[int, int]] = []
+        """(list, stored position of its token 0)"""
+        self.tail_of: dict[int, int] = {}
+        """track of a growing tail -> its sequence"""
+        self.units: list[_Unit] = []
+        self.long: list[_Unit] = []
+        self.entries: list[list[int]] = []
+        self.runs: list[list[int]] = []
+        self.deltas: list[int] = []
+        self.tiles: list[_Tile] = []
+        self.tails = [[-1, 0] for _ in range(table.num_sequences)]
+
+    def plan(self) -> PlanArrays:
+        self._find_units()
+        self._find_ranges()
+        for unit in self.long:
+            self._walk_long(unit)
+        for units, height in self._pack():
+            self._walk_tile(units, height)
+        return self._assemble()
+
+    def _find_units(self) -> None:
+        table, window = self.table, self.parameters.window
+        numbers: dict[tuple[int, int], int] = {}
+        for b in range(table.num_sequences):
+            first_row, size = int(table.q_indptr[b]), int(table.q_indptr[b + 1] - table.q_indptr[b])
+            if size == 0:
+                continue
+            first = int(table.q_positions[first_row])
+            spans = table.spans[table.span_indptr[b] : table.span_indptr[b + 1]].tolist()
+            grows = self.reserve is not None and size == 1 and bool(spans)
+            pieces = []
+            for j, (which, start, stop, stored, delta) in enumerate(spans):
+                base = stored - start
+                view = base + delta
+                tail = stop
+                if grows and j == len(spans) - 1:
+                    tail = max(start, (stop - 1) // table.page_size * table.page_size)
+                end = tail
+                if not grows:
+                    end = min(end, first + size - view)
+                begin = start if window is None else max(start, first - window + 1 - view)
+                if begin < end:
+                    track = numbers.setdefault((which, base), len(self.tracks))
+                    if track == len(self.tracks):
+                        self.tracks.append((which, base))
+                    pieces.append((track, begin, end, delta))
+                if tail < stop:
+                    self.tail_of[len(self.tracks)] = b
+                    pieces.append((len(self.tracks), tail, stop, delta))
+                    self.tracks.append((which, base))
+            if pieces:
+                unit = _Unit(b, first_row, size, pieces)
+                (self.units if size <= self.slots[-1] else self.long).append(unit)
+
+    def _find_ranges(self) -> None:
+        """`ranges` in the order of tracks and starts; `unit_ranges`: those of each unit, span by span."""
+        of_track: list[list[tuple[int, int, int, int]]] = [[] for _ in self.tracks]
+        for u, unit in enumerate(self.units):
+            for track, start, stop, delta in unit.pieces:
+                of_track[track].append((u, start, stop, delta))
+        self.ranges: list[_Range] = []
+        at: list[dict[int, int]] = []
+        for track, seen in enumerate(of_track):
+            ends = sorted({end for _, start, stop, _ in seen for end in (start, stop)})
+            at.append({})
+            for start, stop in pairwise(ends):
+                members = [(u, delta) for u, begin, end, delta in seen if begin <= start and stop <= end]
+                at[track][start] = len(self.ranges)
+                if members:
+                    self.ranges.append(_Range(track, start, stop, members))
+        self.unit_ranges = []
+        for unit in self.units:
+            mine = []
+            for track, start, stop, _ in unit.pieces:
+                index = at[track][start]
+                while (
+                    index < len(self.ranges)
+                    and self.ranges[index].track == track
+                    and self.ranges[index].start < stop
+                ):
+                    mine.append(index)
+                    index += 1
+            self.unit_ranges.append(mine)
+
+    def _pack(self) -> list[tuple[list[int], int]]:
+        """Tiles as (units ascending, height)."""
+        packed = []
+        for units, union in self._cluster(range(len(self.units)), self.slots[-1]):
+            if sum(self.units[u].size for u in units) <= self.slots[0]:
+                packed.append((units, 0))
+                continue
+            highest = len(self.slots) - 1
+            if highest and all(self.units[u].size <= self.slots[0] for u in units):
+                parts = self._cluster(units, self.slots[0])
+                if union * self.parameters.wide_cost > sum(part for _, part in parts):
+                    packed += [(part, 0) for part, _ in parts]
+                    continue
+            packed.append((units, highest))
+        return packed
+
+    def _cluster(self, units: Sequence[int], slots: int) -> list[tuple[list[int], int]]:
+        """Greedy clusters of at most `slots` rows: (units ascending, tokens of the union of what they see)."""
+        length = {u: self.units[u].length for u in units}
+        left = dict.fromkeys(sorted(units, key=lambda u: (-length[u], u)))
+        clusters = []
+        while left:
+            chosen: list[int] = []
+            covered: set[int] = set()
+            gain = dict.fromkeys(units, 0)
+            free = slots
+            best: int | None = next(iter(left))
+            while best is not None:
+                chosen.append(best)
+                free -= self.units[best].size
+                del left[best]
+                for index in self.unit_ranges[best]:
+                    if index not in covered:
+                        covered.add(index)
+                        for u, _ in self.ranges[index].members:
+                            if u in gain:
+                                gain[u] += self.ranges[index].stop - self.ranges[index].start
+                fit = [
+                    u
+                    for u in left
+                    if self.units[u].size <= free
+                    and gain[u] >= MIN_GAIN
+                    and gain[u] * MIN_GAIN_SHARE >= length[u]
+                ]
+                best = min(fit, key=lambda u: (-gain[u], u), default=None)
+            union = sum(self.ranges[index].stop - self.ranges[index].start for index in covered)
+            clusters.append((sorted(chosen), union))
+        return clusters
+
+    def _walk_tile(self, units: list[int], height: int) -> None:
+        slot_of, rows = {}, []
+        for u in units:
+            unit = self.units[u]
+            slot_of[u] = range(len(rows), len(rows) + unit.size)
+            rows += range(unit.first_row, unit.first_row + unit.size)
+        groups: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
+        seen = set()
+        for u in units:
+            for index in self.unit_ranges[u]:
+                if index in seen:
+                    continue
+                seen.add(index)
+                part = self.ranges[index]
+                for layer, vector in enumerate(self._vectors(part, slot_of, len(rows))):
+                    groups.setdefault(vector, []).append((layer, part.track, part.start, part.stop))
+
+        tails = {
+            vector: piece[1]
+            for vector, pieces in groups.items()
+            for piece in pieces
+            if piece[1] in self.tail_of
+        }
+        tile = _Tile(height, rows, 0, 0, len(self.entries) // self.parameters.boxes, [], {})
+        for vector in sorted(groups, key=lambda vector: vector in tails):
+            uniform = len(set(vector)) == 1
+            run = len(self.runs)
+            self.runs.append([vector[0], -1] if uniform else [0, len(self.deltas)])
+            if not uniform:
+                padding = self.slots[height] - len(vector)
+                self.deltas += [*vector, *[INVISIBLE] * padding]
+            tile.visible[run] = [delta != INVISIBLE for delta in vector]
+            tail = tails.get(vector)
+            pieces = sorted(piece for piece in groups[vector] if piece[1] != tail)
+            merged: list[list[int]] = []
+            for layer, track, start, stop in pieces:
+                if merged and merged[-1][0] == layer and merged[-1][1] == track and merged[-1][3] == start:
+                    merged[-1][3] = stop
+                else:
+                    merged.append([layer, track, start, stop])
+            for _, track, start, stop in merged:
+                self._enter(track, start, stop, run)
+            if tail is not None:
+                ((start, stop),) = [(piece[2], piece[3]) for piece in groups[vector] if piece[1] == tail]
+                self._enter(tail, start, stop, run)
+                self._reserve(tail, stop, run)
+            self._pad(run, tile)
+        tile.begin, tile.end = tile.walk_begin, len(self.entries) // self.parameters.boxes
+        self.tiles.append(tile)
+
+    def _vectors(self, part: _Range, slot_of: dict[int, range], slots: int) -> list[tuple[int, ...]]:
+        """Deltas of the slots in each layer: the k-th time that a unit sees the range is in layer k."""
+        layers: list[list[int]] = []
+        times: dict[int, int] = {}
+        for u, delta in part.members:
+            if u in slot_of:
+                layer = times.get(u, 0)
+                times[u] = layer + 1
+                if layer == len(layers):
+                    layers.append([INVISIBLE] * slots)
+                for slot in slot_of[u]:
+                    layers[layer][slot] = delta
+        return [tuple(layer) for layer in layers]
+
+    def _enter(self, track: int, start: int, stop: int, run: int) -> None:
+        which, base = self.tracks[track]
+        size = self.table.page_size
+        for index in range(start // size, (stop - 1) // size + 1):
+            at = index * size
+            lo, hi = max(start - at, 0), min(stop - at, size)
+            self.entries.append([self.pages[which][index], lo | hi << 16, base + at, run])
+
+    def _reserve(self, track: int, stop: int, run: int) -> None:
+        """The entries that a tail grows into, behind the one of its last page."""
+        assert self.reserve is not None
+        size = self.table.page_size
+        sequence, (_, base) = self.tail_of[track], self.tracks[track]
+        last = len(self.entries) - 1
+        next_page = (stop - 1) // size + 1
+        for i, page in enumerate(self.reserve[sequence]):
+            self.entries.append([page, 0, base + (next_page + i) * size, run])
+        full = stop % size == 0
+        room = len(self.entries) - last - full
+        if room:
+            self.tails[sequence] = [last + full, room]
+
+    def _pad(self, run: int, tile: _Tile) -> None:
+        boxes = self.parameters.boxes
+        while len(self.entries) % boxes:
+            self.entries.append([-1, 0, 0, run])
+        have = tile.walk_begin + len(tile.tile_runs)
+        tile.tile_runs += [run] * (len(self.entries) // boxes - have)
+
+    def _walk_long(self, unit: _Unit) -> None:
+        """One walk for all chunks of a sequence; each chunk's tile is the part of it that its rows can see.
+
+        What every row sees comes first, grouped by delta, then what depends on the row, by view position; with a
+        window everything is by view position.
+        """
+        first = int(self.table.q_positions[unit.first_row])
+        window = self.parameters.window
+        order = []
+        appeared: dict[int, int] = {}
+        for j, (track, start, stop, delta) in enumerate(unit.pieces):
+            base = self.tracks[track][1]
+            free = window is None and base + stop - 1 + delta <= first
+            if free:
+                order.append((0, appeared.setdefault(delta, len(appeared)), j))
+            else:
+                order.append((1, base + start + delta, j))
+        walk_begin = len(self.entries) // self.parameters.boxes
+        shared = _Tile(0, [], 0, 0, walk_begin, [], {})
+        previous: Piece | None = None
+        for _, _, j in sorted(order):
+            track, start, stop, delta = unit.pieces[j]
+            if previous is None or previous[3] != delta:
+                if previous is not None:
+                    self._pad(len(self.runs) - 1, shared)
+                self.runs.append([delta, -1])
+            elif previous[0] == track and previous[2] == start:
+                last = self.entries[-1]
+                if start % self.table.page_size:
+                    last[ENTRY_ROWS] &= 0xFFFF
+                    at = start // self.table.page_size * self.table.page_size
+                    last[ENTRY_ROWS] |= min(stop - at, self.table.page_size) << 16
+                    start = min(stop, at + self.table.page_size)
+            if start < stop:
+                self._enter(track, start, stop, len(self.runs) - 1)
+            previous = (track, start, stop, delta)
+        self._pad(len(self.runs) - 1, shared)
+
+        for at in range(0, unit.size, self.slots[-1]):
+            rows = list(range(unit.first_row + at, unit.first_row + min(unit.size, at + self.slots[-1])))
+            begin, end = self._trim(walk_begin, first + at, first + at + len(rows) - 1)
+            height = 0 if len(rows) <= self.slots[0] else len(self.slots) - 1
+            visible = {run: [True] * len(rows) for run in set(shared.tile_runs)}
+            if begin < end:
+                self.tiles.append(_Tile(height, rows, begin, end, walk_begin, shared.tile_runs, visible))
+
+    def _trim(self, begin: int, first: int, last: int) -> tuple[int, int]:
+        """KV tiles from `begin` on without those in front and behind that no row at first .. last sees."""
+        boxes, window = self.parameters.boxes, self.parameters.window
+        end = len(self.entries) // boxes
+        seen = []
+        for tile in range(begin, end):
+            views = []
+            for _, packed, pos0, run in self.entries[tile * boxes : (tile + 1) * boxes]:
+                lo, hi = packed & 0xFFFF, packed >> 16
+                if lo < hi:
+                    delta = self.runs[run][0]
+                    views += [pos0 + lo + delta, pos0 + hi - 1 + delta]
+            if min(views) <= last and (window is None or max(views) > first - window):
+                seen.append(tile)
+        return (seen[0], seen[-1] + 1) if seen else (begin, begin)
+
+    def _assemble(self) -> PlanArrays:
+        parameters, heads = self.parameters, self.parameters.num_kv_heads
+        parts: list[list[int] | None] = [[] for _ in range(self.table.num_rows * heads)]
+        num_parts = 0
+        classes = []
+        for height, rows_per_tile in enumerate(parameters.rows_per_tile):
+            tiles = [tile for tile in self.tiles if tile.height == height]
+            if not tiles:
+                continue
+            lengths = [tile.end - tile.begin for tile in tiles for _ in range(heads)]
+            pieces, work_indptr = cut(
+                lengths, parameters.workers[height], parameters.min_chunk, parameters.work_cost
+            )
+            works = []
+            for item, begin, end in pieces:
+                tile, head = tiles[item // heads], item % heads
+                part = -1
+                keys = [row * heads + head for row in tile.rows]
+                if (begin, end) == (0, lengths[item]):
+                    for key in keys:
+                        parts[key] = None
+                else:
+                    part = num_parts
+                    num_parts += len(tile.rows)
+                    offset = tile.begin - tile.walk_begin
+                    runs = set(tile.tile_runs[offset + begin : offset + end])
+                    for slot, key in enumerate(keys):
+                        if any(tile.visible[run][slot] for run in runs):
+                            parts[key].append(part + slot)  # type: ignore[union-attr]
+                works.append([item // heads, head, tile.begin + begin, tile.begin + end, part])
+            padded = [tile.rows + [-1] * (self.slots[height] - len(tile.rows)) for tile in tiles]
+            classes.append(
+                PlanClass(
+                    rows_per_tile=rows_per_tile,
+                    tile_rows=_ints(padded, self.slots[height]),
+                    works=_ints(works, 5),
+                    work_indptr=np.array(work_indptr, np.int32),
+                )
+            )
+        merged = [(key, listed) for key, listed in enumerate(parts) if listed is not None]
+        return PlanArrays(
+            entries=_ints(self.entries, 4),
+            runs=_ints(self.runs, 2),
+            deltas=np.array(self.deltas, np.int32),
+            classes=tuple(classes),
+            merge_rows=np.array([key for key, _ in merged], np.int32),
+            merge_indptr=indptr([len(listed) for _, listed in merged]),
+            merge_parts=np.array([part for _, listed in merged for part in listed], np.int32),
+            num_parts=num_parts,
+            tails=_ints(self.tails, 2),
+            boxes=parameters.boxes,
+            page_size=self.table.page_size,
+            tokens_read=self._tokens_read(),
+            tokens_unique=tokens_unique(self.table),
+        )
+
+    def _tokens_read(self) -> int:
+        boxes = self.parameters.boxes
+        read = [page >= 0 and rows != 0 for page, rows, _, _ in self.entries]
+        total = sum(sum(read[tile.begin * boxes : tile.end * boxes]) for tile in self.tiles)
+        return total * self.table.page_size
+
+
+def cut(
+    lengths: Sequence[int], workers: int, min_chunk: int, work_cost: int
+) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Cut items of so many KV tiles each, in order, into equal shares for the workers.
+
+    A share costs its KV tiles and `work_cost` per work; the smallest bound that no share exceeds is searched for.
+
+    Returns:
+        works (item, begin, end) and how many of them precede each worker's first [workers + 1].
+    """
+    total = sum(lengths) + work_cost * len(lengths)
+    low = max(-(-total // workers), 1)
+    step = 1
+    high = low
+    while (found := _shares(lengths, workers, min_chunk, work_cost, high)) is None:
+        low = high + 1
+        high += step
+        step *= 2
+    best = found
+    while low < high:
+        middle = (low + high) // 2
+        found = _shares(lengths, workers, min_chunk, work_cost, middle)
+        if found is None:
+            low = middle + 1
+        else:
+            high, best = middle, found
+    return best
+
+
+def _shares(
+    lengths: Sequence[int], workers: int, min_chunk: int, work_cost: int, bound: int
+) -> tuple[list[tuple[int, int, int]], list[int]] | None:
+    """Shares of cost at most `bound`, each filled as far as it goes; None if the workers do not suffice."""
+    works: list[tuple[int, int, int]] = []
+    firsts = [0]
+    room = bound
+    for item, length in enumerate(lengths):
+        begin = 0
+        while begin < length:
+            left = length - begin
+            if room >= work_cost + left:
+                works.append((item, begin, length))
+                room -= work_cost + left
+                break
+            piece = min(room - work_cost, left - min_chunk)
+            if piece >= min_chunk:
+                works.append((item, begin, begin + piece))
+                begin += piece
+            elif room == bound:
+                return None
+            if len(firsts) == workers:
+                return None
+            firsts.append(len(works))
+            room = bound
+    return works, firsts + [len(works)] * (workers + 1 - len(firsts))
+
+
+def tokens_unique(table: SpanTable) -> int:
+    """Distinct tokens of the lists that the spans name."""
+    total, reached = 0, (-1, 0)
+    for which, start, stop in sorted(map(tuple, table.spans[:, :3].tolist())):
+        begin = max(start, reached[1]) if which == reached[0] else start
+        total += max(stop - begin, 0)
+        reached = (which, max(begin, stop))
+    return total
+
+
+def _ints(rows: Sequence[Sequence[int]], columns: int) -> np.ndarray:
+    return np.array(rows, np.int32).reshape(-1, columns)
