@@ -1,0 +1,621 @@
+// Attention over a fused plan (fused/plan.py draws its format) on sm_90a: decode and prefill alike.
+//
+// A stream is one worker: a producer warp walks the worker's works and brings KV tiles from their pages by TMA into two
+// rings (K and V); each consumer warpgroup keeps 64 rows of the query tile (turned q in registers, m, l, O) and walks the
+// same tiles. q is turned at p - delta whenever a tile belongs to another run than the one before it.
+//
+//     producer   | tile 0 | tile 1 | tile 2 | ...                     full[s]: bytes arrived, header[s] written
+//     consumer     S0 = q K0 | softmax 0, S1 = q K1, O += P0 V0 | ...   empty[s]: every consumer warp has read it
+//
+// Macros: HEAD_DIM 64|128, GROUP, ROWS 64|128, PAGE 16|64, BOXES (PAGE * BOXES = 64 or 128 keys), STAGES, HALF_FLOAT 0|1
+// (fp16 instead of bf16), ROTARY_DIM (0: none; a multiple of 16), INTERLEAVED 0|1, SOFTCAP 0|1, WINDOW 0|1.
+// Knows no requests; positions only as the integers of the plan.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int D = HEAD_DIM;
+constexpr int KEYS = PAGE * BOXES;
+constexpr int SLOTS = ROWS / GROUP;
+constexpr int CONSUMERS = ROWS / 64;
+constexpr int STREAMS = 2 / CONSUMERS;
+constexpr int HALVES = D / 64;
+constexpr int HALF_BYTES = KEYS * 128;           // 64 columns of a K or V tile
+constexpr int TILE_BYTES = KEYS * D * 2;         // a K or a V tile
+constexpr int BOX_BYTES = PAGE * D * 2;
+constexpr int S_REGS = KEYS / 2;                 // scores of two rows: per thread KEYS / 2 floats
+constexpr int O_REGS = D / 2;
+constexpr int STEPS_D = D / 16;
+constexpr int STEPS_K = KEYS / 16;
+constexpr int INVISIBLE = -2147483647 - 1;
+constexpr int LAST = 1, PARTIAL = 2;
+constexpr float MINUS_INF = -__builtin_huge_valf();
+
+struct alignas(64) TensorMap { char opaque[128]; };
+
+struct Params {
+    TensorMap kv;              // [pages, 2 * Hkv, PAGE, D], box [1, 1, PAGE, 64], 128-byte swizzle
+    const void* q;             // [T, Hq, D], unrotated
+    void* out;                 // [T, Hq, D]
+    float* lse2_out;           // [T, Hq] or null
+    float* o_part;             // [P, GROUP, D]
+    float* lse2_part;          // [P, GROUP]
+    const float* rotary;       // [rotary_length, ROTARY_DIM / 2, 2]: cos, sin
+    const float* sinks;        // [Hq], base e, or null
+    const int4* entries;
+    const int2* runs;
+    const int* deltas;
+    const int* tile_rows;      // [tiles, SLOTS]
+    const int* works;          // [W, 5]
+    const int* work_indptr;    // [grid + 1]
+    const int* q_positions;    // [T]
+    const int* step;           // positions have advanced by this since the plan was made
+    float score_scale;         // with SOFTCAP: scale / softcap; else scale * log2(e)
+    float cap_log2;            // softcap * log2(e)
+    int rotary_length;
+    int window;
+    int num_kv_heads;
+};
+
+struct Header { int flags, run, pos_min, pos_max; };   // of a KV tile; the positions are stored ones
+struct Box { int rows, pos0; };                        // LO | HI << 16, stored position of row 0
+
+constexpr int RING_BYTES = STAGES * TILE_BYTES;
+constexpr int META_BYTES = STAGES * (16 + 16 * BOXES);   // a header, and the boxes twice: K's stage and V's are freed apart
+constexpr int SMEM_K = 0, SMEM_V = RING_BYTES, SMEM_META = 2 * RING_BYTES;
+constexpr int SMEM_BARRIERS = (SMEM_META + META_BYTES + 15) / 16 * 16;
+constexpr int SMEM_STREAM = (SMEM_BARRIERS + 4 * STAGES * 8 + 1023) / 1024 * 1024;
+
+__device__ __forceinline__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+__device__ __forceinline__ void barrier_arrive(u32 bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra wait;\n}\n" ::"r"(bar), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 bar, int column, int head, int page) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(0), "r"(head), "r"(page)
+        : "memory");
+}
+
+// Descriptors of 128-byte swizzled tiles: [half][key][64 columns].
+__device__ __forceinline__ u64 descriptor(u32 address, u32 leading_bytes) {
+    return (u64)((address & 0x3FFFF) >> 4) | ((u64)(leading_bytes >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+}
+
+#if HALF_FLOAT
+#define OPERANDS "f16.f16"
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ float2 unpack(u32 x) {
+    float2 r;
+    asm("{\n.reg .f16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(r.x), "=f"(r.y) : "r"(x));
+    return r;
+}
+#else
+#define OPERANDS "bf16.bf16"
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ float2 unpack(u32 x) {
+    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
+}
+#endif
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ float tanh_fast(float x) {   // tanh.approx is wrong by up to 5e-4, too much times a cap of 50
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + exp2_fast(2.885390082f * x)));
+    return 1.f - 2.f * r;
+}
+
+__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void mma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+template <int N>
+__device__ __forceinline__ void hold(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+#define F8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+
+// d[64, N] (+)= a[64, 16] b[16, N]: a in registers, b in shared memory. TRANSPOSED: b is stored with N contiguous.
+template <int TRANSPOSED>
+__device__ __forceinline__ void mma(float (&d)[32], const u32 (&a)[4], u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." OPERANDS
+        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},"
+        " {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}\n"
+        : F8(d, 0), F8(d, 8), F8(d, 16), F8(d, 24)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSED));
+}
+template <int TRANSPOSED>
+__device__ __forceinline__ void mma(float (&d)[64], const u32 (&a)[4], u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." OPERANDS
+        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+        " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
+        " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
+        " {%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}\n"
+        : F8(d, 0), F8(d, 8), F8(d, 16), F8(d, 24), F8(d, 32), F8(d, 40), F8(d, 48), F8(d, 56)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSED));
+}
+
+// The ring position: stage and the parity of its current phase.
+struct Ring {
+    int stage = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+struct Shared {
+    u32 base;
+    Header* headers;
+    Box* k_boxes;
+    Box* v_boxes;
+    __device__ __forceinline__ u32 k(int s) const { return base + SMEM_K + s * TILE_BYTES; }
+    __device__ __forceinline__ u32 v(int s) const { return base + SMEM_V + s * TILE_BYTES; }
+    __device__ __forceinline__ u32 k_full(int s) const { return base + SMEM_BARRIERS + 8 * s; }
+    __device__ __forceinline__ u32 v_full(int s) const { return base + SMEM_BARRIERS + 8 * (STAGES + s); }
+    __device__ __forceinline__ u32 k_empty(int s) const { return base + SMEM_BARRIERS + 8 * (2 * STAGES + s); }
+    __device__ __forceinline__ u32 v_empty(int s) const { return base + SMEM_BARRIERS + 8 * (3 * STAGES + s); }
+};
+
+__device__ __forceinline__ Shared stream(char* memory, int i) {
+    char* mine = memory + i * SMEM_STREAM;
+    Box* boxes = (Box*)(mine + SMEM_META + 16 * STAGES);
+    return Shared{smem_address(mine), (Header*)(mine + SMEM_META), boxes, boxes + STAGES * BOXES};
+}
+
+// The first of the two rows of the query tile that a thread keeps; the other is 8 further on.
+__device__ __forceinline__ int row_of(int thread, int first) {
+    return first + ((thread >> 5) & 3) * 16 + ((thread & 31) >> 2);
+}
+
+// Bring one KV tile, by a whole warp: lane b < BOXES has its entry b.
+__device__ __forceinline__ void send(
+    const Params& p, const Shared& sh, Ring& ring, int head, const int4& entry, int flags, int lane) {
+    const int s = ring.stage, lo = entry.y & 0xFFFF, hi = (u32)entry.y >> 16;
+    const bool mine = lane < BOXES, present = mine && hi > lo;
+    const int bytes = __popc(__ballot_sync(~0u, present)) * BOX_BYTES;
+    const int pos_min = __reduce_min_sync(~0u, present ? entry.z + lo : 2147483647);
+    const int pos_max = __reduce_max_sync(~0u, present ? entry.z + hi - 1 : INVISIBLE);
+    if (__any_sync(~0u, mine && hi - lo != PAGE)) flags |= PARTIAL;
+    barrier_wait(sh.k_empty(s), ring.parity ^ 1);
+    if (mine) sh.k_boxes[s * BOXES + lane] = Box{entry.y, entry.z};
+    __syncwarp();
+    if (lane == 0) {
+        sh.headers[s] = Header{flags, entry.w, pos_min, pos_max};
+        barrier_expect(sh.k_full(s), bytes);
+    }
+    __syncwarp();
+    const u32 row = (lane % BOXES) * PAGE * 128;
+    if (present)
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h)
+            load_box(sh.k(s) + h * HALF_BYTES + row, &p.kv, sh.k_full(s), h * 64, head, entry.x);
+    barrier_wait(sh.v_empty(s), ring.parity ^ 1);
+    if (mine) sh.v_boxes[s * BOXES + lane] = Box{entry.y, entry.z};
+    __syncwarp();
+    if (lane == 0) barrier_expect(sh.v_full(s), bytes);
+    __syncwarp();
+    if (present)
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h)
+            load_box(sh.v(s) + h * HALF_BYTES + row, &p.kv, sh.v_full(s), h * 64, p.num_kv_heads + head, entry.x);
+    __syncwarp();
+    ring.next();
+}
+
+// Empty KV tiles (reserved for growth) are left out; a work without any other sends one, so that its rows are written.
+__device__ __forceinline__ void produce(const Params& p, const Shared& sh, int worker, int lane) {
+    constexpr int WIDTH = 32 / BOXES;
+    Ring ring;
+    const int end_work = p.work_indptr[worker + 1];
+    for (int w = p.work_indptr[worker]; w < end_work; ++w) {
+        const int head = p.works[5 * w + 1], begin = p.works[5 * w + 2], end = p.works[5 * w + 3];
+        int4 pending = make_int4(-1, 0, 0, p.entries[begin * BOXES].w);
+        bool have = false;
+        for (int t0 = begin; t0 < end; t0 += WIDTH) {
+            const int tiles = min(WIDTH, end - t0);
+            int4 loaded = make_int4(-1, 0, 0, 0);
+            if (lane < tiles * BOXES) loaded = p.entries[t0 * BOXES + lane];
+            const u32 filled = __ballot_sync(~0u, (u32)loaded.y >> 16 > (loaded.y & 0xFFFF));
+            for (int t = 0; t < tiles; ++t) {
+                if (!(filled >> (t * BOXES) & ((1u << BOXES) - 1))) continue;
+                if (have) send(p, sh, ring, head, pending, 0, lane);
+                have = true;
+                const int from = t * BOXES + lane % BOXES;
+                pending.x = __shfl_sync(~0u, loaded.x, from);
+                pending.y = __shfl_sync(~0u, loaded.y, from);
+                pending.z = __shfl_sync(~0u, loaded.z, from);
+                pending.w = __shfl_sync(~0u, loaded.w, from);
+            }
+        }
+        send(p, sh, ring, head, pending, LAST, lane);
+    }
+}
+
+// Turn row `q` (global, unrotated) at position `at` into the A fragments: registers a[step][which + {0, 2}].
+__device__ __forceinline__ void turn(u32 (&a)[STEPS_D][4], int which, const u32* q, const float* rotary, int at, int t) {
+#if ROTARY_DIM > 0
+    const float* table = rotary + (long long)at * ROTARY_DIM;
+#if INTERLEAVED
+#pragma unroll
+    for (int b = 0; b < ROTARY_DIM / 8; ++b) {
+        const float2 x = unpack(q[4 * b + t]);
+        const float2 cs = *(const float2*)(table + 2 * (4 * b + t));
+        a[b / 2][(b & 1) * 2 + which] = pack(x.x * cs.x - x.y * cs.y, x.y * cs.x + x.x * cs.y);
+    }
+#else
+#pragma unroll
+    for (int b = 0; b < ROTARY_DIM / 16; ++b) {
+        constexpr int PARTNER = ROTARY_DIM / 16;
+        const int c = b + PARTNER;
+        const float2 x = unpack(q[4 * b + t]), y = unpack(q[4 * c + t]);
+        const float4 cs = *(const float4*)(table + 2 * (8 * b + 2 * t));
+        a[b / 2][(b & 1) * 2 + which] = pack(x.x * cs.x - y.x * cs.y, x.y * cs.z - y.y * cs.w);
+        a[c / 2][(c & 1) * 2 + which] = pack(y.x * cs.x + x.x * cs.y, y.y * cs.z + x.y * cs.w);
+    }
+#endif
+#endif
+#pragma unroll
+    for (int b = ROTARY_DIM / 8; b < D / 8; ++b) a[b / 2][(b & 1) * 2 + which] = q[4 * b + t];
+}
+
+struct Row {
+    const u32* q;        // of its head, or null for padding
+    int index;           // row of the table, -1 for padding
+    int slot;
+    int head;            // query head within the group
+    int position;        // view position
+    int reach;           // the last stored position that it sees in the current run; -1: nothing
+    float m, l;
+};
+
+__device__ __forceinline__ void mask(
+    float (&s)[S_REGS], const Params& p, const Box* boxes, int reach0, int reach1, int t) {
+#pragma unroll
+    for (int b = 0; b < BOXES; ++b) {
+        const int lo = boxes[b].rows & 0xFFFF, hi = (u32)boxes[b].rows >> 16, pos0 = boxes[b].pos0;
+        const int hi0 = min(hi, reach0 - pos0 + 1), hi1 = min(hi, reach1 - pos0 + 1);
+#if WINDOW
+        const int lo0 = max(lo, reach0 - p.window - pos0 + 1), lo1 = max(lo, reach1 - p.window - pos0 + 1);
+#else
+        const int lo0 = lo, lo1 = lo;
+#endif
+#pragma unroll
+        for (int n = 0; n < PAGE / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int key = 8 * n + 2 * t + i, r = (b * PAGE / 8 + n) * 4 + i;
+                if (key < lo0 || key >= hi0) s[r] = MINUS_INF;
+                if (key < lo1 || key >= hi1) s[r + 2] = MINUS_INF;
+            }
+    }
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+__device__ __forceinline__ void finish(
+    const Params& p, Row& row, const float (&o)[O_REGS], int which, int kv_head, int part, float unit, int t) {
+    const float l = quad_sum(row.l);
+    if (row.index < 0) return;
+    const float inverse = l > 0.f ? 1.f / l : 0.f;
+    float lse2 = l > 0.f ? row.m * unit + log2f(l) : MINUS_INF;
+    if (part >= 0) {
+        const long long at = (long long)(part + row.slot) * GROUP + row.head;
+        if (t == 0) p.lse2_part[at] = lse2;
+        if (l > 0.f) {
+            float* to = p.o_part + at * D + 2 * t;
+#pragma unroll
+            for (int n = 0; n < D / 8; ++n)
+                *(float2*)(to + 8 * n) = make_float2(o[4 * n + 2 * which] * inverse, o[4 * n + 2 * which + 1] * inverse);
+        }
+        return;
+    }
+    const int head = kv_head * GROUP + row.head, heads = p.num_kv_heads * GROUP;
+    float share = inverse;
+    if (p.sinks) {
+        const float sink2 = p.sinks[head] * 1.44269504f, top = fmaxf(lse2, sink2);
+        const float total = top + log2f(exp2f(lse2 - top) + exp2f(sink2 - top));
+        share *= exp2f(lse2 - total);
+        lse2 = total;
+    }
+    const long long at = (long long)row.index * heads + head;
+    if (p.lse2_out && t == 0) p.lse2_out[at] = lse2;
+    u32* to = (u32*)p.out + at * (D / 2) + t;
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n) to[4 * n] = pack(o[4 * n + 2 * which] * share, o[4 * n + 2 * which + 1] * share);
+}
+
+__device__ __forceinline__ Row make_row(const Params& p, int tile, int kv_head, int r, int step) {
+    Row row;
+    row.slot = r / GROUP;
+    row.head = r % GROUP;
+    row.index = row.slot < SLOTS ? p.tile_rows[tile * SLOTS + row.slot] : -1;
+    row.q = nullptr;
+    row.position = 0;
+    if (row.index >= 0) {
+        row.q = (const u32*)p.q + ((long long)row.index * p.num_kv_heads * GROUP + kv_head * GROUP + row.head) * (D / 2);
+        row.position = p.q_positions[row.index] + step;
+    }
+    row.reach = -1;
+    row.m = MINUS_INF;
+    row.l = 0.f;
+    return row;
+}
+
+__device__ __forceinline__ void enter_run(const Params& p, Row& row, u32 (&a)[STEPS_D][4], int which, int2 run, int t) {
+    int delta = run.x;
+    if (run.y >= 0 && row.index >= 0) delta = p.deltas[run.y + row.slot];
+    row.reach = row.index < 0 || delta == INVISIBLE ? -1 : max(row.position - delta, -1);
+    if (row.reach >= 0) turn(a, which, row.q, p.rotary, min(row.reach, p.rotary_length - 1), t);
+}
+
+// Zero the V rows of a partial tile that are outside its slices: 0 * NaN is NaN.
+__device__ __forceinline__ void zero_outside(u32 v, const Box* boxes, int thread) {
+    for (int i = thread; i < KEYS * HALVES * 8; i += 128) {
+        const int chunk = i & 7, key = (i >> 3) % KEYS, half = (i >> 3) / KEYS;
+        const int lo = boxes[key / PAGE].rows & 0xFFFF, hi = (u32)boxes[key / PAGE].rows >> 16, r = key % PAGE;
+        if (r < lo || r >= hi)
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(v + half * HALF_BYTES + key * 128 + chunk * 16), "r"(0)
+                         : "memory");
+    }
+}
+
+template <int GROUP_INDEX>
+__device__ __forceinline__ void group_sync() {
+    asm volatile("bar.sync %0, 128;" ::"n"(GROUP_INDEX + 1) : "memory");
+}
+
+__device__ __forceinline__ void softmax(
+    const Params& p, float (&s)[S_REGS], Row& r0, Row& r1, float& alpha0, float& alpha1, float unit) {
+#if SOFTCAP
+#pragma unroll
+    for (int i = 0; i < S_REGS; ++i) s[i] = s[i] == MINUS_INF ? MINUS_INF : tanh_fast(s[i] * p.score_scale);
+#endif
+    float top0 = MINUS_INF, top1 = MINUS_INF;
+#pragma unroll
+    for (int n = 0; n < S_REGS / 4; ++n) {
+        top0 = fmaxf(top0, fmaxf(s[4 * n], s[4 * n + 1]));
+        top1 = fmaxf(top1, fmaxf(s[4 * n + 2], s[4 * n + 3]));
+    }
+    top0 = quad_max(top0);
+    top1 = quad_max(top1);
+    const bool see0 = r0.reach >= 0, see1 = r1.reach >= 0;
+    const float m0 = see0 ? fmaxf(r0.m, top0) : r0.m, m1 = see1 ? fmaxf(r1.m, top1) : r1.m;
+    // A row that has seen nothing yet keeps m = -inf; it must not subtract it.
+    const float base0 = see0 ? (m0 == MINUS_INF ? 0.f : m0 * unit) : -MINUS_INF;
+    const float base1 = see1 ? (m1 == MINUS_INF ? 0.f : m1 * unit) : -MINUS_INF;
+    alpha0 = r0.m == m0 ? 1.f : exp2_fast((r0.m - m0) * unit);
+    alpha1 = r1.m == m1 ? 1.f : exp2_fast((r1.m - m1) * unit);
+    r0.m = m0;
+    r1.m = m1;
+    float sum0 = 0.f, sum1 = 0.f;
+#pragma unroll
+    for (int n = 0; n < S_REGS / 4; ++n) {
+        s[4 * n] = exp2_fast(fmaf(s[4 * n], unit, -base0));
+        s[4 * n + 1] = exp2_fast(fmaf(s[4 * n + 1], unit, -base0));
+        s[4 * n + 2] = exp2_fast(fmaf(s[4 * n + 2], unit, -base1));
+        s[4 * n + 3] = exp2_fast(fmaf(s[4 * n + 3], unit, -base1));
+        sum0 += s[4 * n] + s[4 * n + 1];
+        sum1 += s[4 * n + 2] + s[4 * n + 3];
+    }
+    r0.l = r0.l * alpha0 + sum0;
+    r1.l = r1.l * alpha1 + sum1;
+}
+
+__device__ __forceinline__ void rescale(float (&o)[O_REGS], float alpha0, float alpha1) {
+    if (__any_sync(~0u, alpha0 != 1.f || alpha1 != 1.f)) {
+#pragma unroll
+        for (int n = 0; n < D / 8; ++n) {
+            o[4 * n] *= alpha0;
+            o[4 * n + 1] *= alpha0;
+            o[4 * n + 2] *= alpha1;
+            o[4 * n + 3] *= alpha1;
+        }
+    }
+}
+
+__device__ __forceinline__ void scores(float (&s)[S_REGS], const u32 (&a)[STEPS_D][4], u32 k) {
+#pragma unroll
+    for (int j = 0; j < STEPS_D; ++j)
+        mma<0>(s, a[j], descriptor(k + (j / 4) * HALF_BYTES + (j % 4) * 32, 16), j != 0);
+}
+
+__device__ __forceinline__ void weighted(float (&o)[O_REGS], const u32 (&a)[STEPS_K][4], u32 v) {
+#pragma unroll
+    for (int j = 0; j < STEPS_K; ++j) mma<1>(o, a[j], descriptor(v + j * 2048, HALF_BYTES), 1);
+}
+
+// V of a tile is in shared memory, and nothing of it that is outside the slices.
+template <int GROUP_INDEX>
+__device__ __forceinline__ void receive_v(const Shared& sh, const Ring& at, int flags, int thread) {
+    barrier_wait(sh.v_full(at.stage), at.parity);
+    if (flags & PARTIAL) {
+        zero_outside(sh.v(at.stage), sh.v_boxes + at.stage * BOXES, thread);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        group_sync<GROUP_INDEX>();
+    }
+}
+
+__device__ __forceinline__ void mask_if_cut(
+    float (&s)[S_REGS], const Params& p, const Header& h, const Box* boxes, const Row& r0, const Row& r1, int t) {
+    bool cut = (h.flags & PARTIAL) || (r0.reach >= 0 && h.pos_max > r0.reach) || (r1.reach >= 0 && h.pos_max > r1.reach);
+#if WINDOW
+    cut |= (r0.reach >= 0 && h.pos_min <= r0.reach - p.window) || (r1.reach >= 0 && h.pos_min <= r1.reach - p.window);
+#endif
+    if (__any_sync(~0u, cut)) mask(s, p, boxes, r0.reach, r1.reach, t);
+}
+
+__device__ __forceinline__ void pack_weights(u32 (&weights)[STEPS_K][4], const float (&s)[S_REGS]) {
+#pragma unroll
+    for (int j = 0; j < STEPS_K; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int n = 2 * j + (i >> 1);
+            weights[j][i] = pack(s[4 * n + 2 * (i & 1)], s[4 * n + 2 * (i & 1) + 1]);
+        }
+}
+
+template <int GROUP_INDEX>
+__device__ __forceinline__ void consume(const Params& p, const Shared& sh, int worker, int first, int thread) {
+    const int lane = thread & 31, t = lane & 3;
+    const int step = *p.step;
+#if SOFTCAP
+    const float unit = p.cap_log2;
+#else
+    const float unit = p.score_scale;
+#endif
+    Ring ring;
+    const int end_work = p.work_indptr[worker + 1];
+    for (int w = p.work_indptr[worker]; w < end_work; ++w) {
+        const int tile = p.works[5 * w], head = p.works[5 * w + 1];
+        Row r0 = make_row(p, tile, head, first, step), r1 = make_row(p, tile, head, first + 8, step);
+        u32 a[STEPS_D][4];
+        u32 weights[STEPS_K][4];
+        float o[O_REGS], s[S_REGS];
+        float alpha0, alpha1;
+#pragma unroll
+        for (int j = 0; j < STEPS_D; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[j][i] = 0;
+#pragma unroll
+        for (int i = 0; i < O_REGS; ++i) o[i] = 0.f;
+
+        barrier_wait(sh.k_full(ring.stage), ring.parity);
+        Header header = sh.headers[ring.stage];
+        int2 now = p.runs[header.run];
+        enter_run(p, r0, a, 0, now, t);
+        enter_run(p, r1, a, 1, now, t);
+        mma_fence();
+        scores(s, a, sh.k(ring.stage));
+        mma_commit();
+        mma_wait<0>();
+        hold(s);
+        mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, t);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(sh.k_empty(ring.stage));
+        softmax(p, s, r0, r1, alpha0, alpha1, unit);
+        pack_weights(weights, s);
+        Ring behind = ring;
+        ring.next();
+
+        while (!(header.flags & LAST)) {
+            receive_v<GROUP_INDEX>(sh, behind, header.flags, thread);
+            barrier_wait(sh.k_full(ring.stage), ring.parity);
+            const int run = header.run;
+            header = sh.headers[ring.stage];
+            if (header.run != run) {
+                now = p.runs[header.run];
+                enter_run(p, r0, a, 0, now, t);
+                enter_run(p, r1, a, 1, now, t);
+            }
+            hold(o);
+            mma_fence();
+            scores(s, a, sh.k(ring.stage));
+            mma_commit();
+            weighted(o, weights, sh.v(behind.stage));
+            mma_commit();
+            mma_wait<1>();
+            hold(s);
+            mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, t);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(sh.k_empty(ring.stage));
+            softmax(p, s, r0, r1, alpha0, alpha1, unit);
+            mma_wait<0>();
+            hold(o);
+            if (lane == 0) barrier_arrive(sh.v_empty(behind.stage));
+            pack_weights(weights, s);
+            rescale(o, alpha0, alpha1);
+            behind = ring;
+            ring.next();
+        }
+        receive_v<GROUP_INDEX>(sh, behind, header.flags, thread);
+        hold(o);
+        mma_fence();
+        weighted(o, weights, sh.v(behind.stage));
+        mma_commit();
+        mma_wait<0>();
+        hold(o);
+        if (lane == 0) barrier_arrive(sh.v_empty(behind.stage));
+        const int part = p.works[5 * w + 4];
+        finish(p, r0, o, 0, head, part, unit, t);
+        finish(p, r1, o, 1, head, part, unit, t);
+    }
+}
+
+// A CTA is two streams of one consumer warpgroup each (ROWS 64) or one stream of two (ROWS 128). Its third warpgroup
+// gives its registers away and produces: warp i for stream i.
+extern "C" __global__ void __launch_bounds__(384, 1) attend(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) char memory[];
+    const int group = threadIdx.x >> 7, warp = threadIdx.x >> 5;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STREAMS; ++i) {
+            const Shared sh = stream(memory, i);
+            for (int s = 0; s < STAGES; ++s) {
+                barrier_init(sh.k_full(s), 1);
+                barrier_init(sh.v_full(s), 1);
+                barrier_init(sh.k_empty(s), 4 * CONSUMERS);
+                barrier_init(sh.v_empty(s), 4 * CONSUMERS);
+            }
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&p.kv) : "memory");
+    }
+    __syncthreads();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (group == 2) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (warp - 8 < STREAMS)
+            produce(p, stream(memory, warp - 8), blockIdx.x * STREAMS + warp - 8, threadIdx.x & 31);
+    } else if (group == 0) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        consume<0>(p, stream(memory, 0), blockIdx.x * STREAMS, row_of(threadIdx.x, 0), threadIdx.x & 127);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        constexpr int SECOND = STREAMS - 1;   // the stream of the second group
+        consume<1>(p, stream(memory, SECOND), blockIdx.x * STREAMS + SECOND, row_of(threadIdx.x, 64 * (CONSUMERS - 1)),
+                   threadIdx.x & 127);
+    }
+}

@@ -1,0 +1,313 @@
+"""The CUDA executor: a plan's arrays on the device, one launch of csrc/cuda/attend.cu per tile height, one merge.
+
+Knows plans, tensors and launches; not how the kernel walks. For GPUs of compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dagengine_kernels.backend import AttentionShape, Capabilities
+from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
+from dagengine_kernels.fused.cuda import driver
+from dagengine_kernels.fused.cuda.merge import merge_parts
+from dagengine_kernels.fused.executor import Executor, FusedPlan
+from dagengine_kernels.fused.plan import PlanParameters
+from dagengine_kernels.lse import LOG2E
+from dagengine_kernels.rotary import RotaryTable
+from dagengine_kernels.segments import SegmentTable
+
+THREADS = 384
+SHARED_BYTES = 227 * 1024
+NARROW, WIDE = 64, 128
+
+
+class AttendParams(ctypes.Structure):
+    """`Params` of attend.cu."""
+
+    _fields_: ClassVar = [
+        ("kv", ctypes.c_uint64 * 16),
+        ("q", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("lse2_out", ctypes.c_uint64),
+        ("o_part", ctypes.c_uint64),
+        ("lse2_part", ctypes.c_uint64),
+        ("rotary", ctypes.c_uint64),
+        ("sinks", ctypes.c_uint64),
+        ("entries", ctypes.c_uint64),
+        ("runs", ctypes.c_uint64),
+        ("deltas", ctypes.c_uint64),
+        ("tile_rows", ctypes.c_uint64),
+        ("works", ctypes.c_uint64),
+        ("work_indptr", ctypes.c_uint64),
+        ("q_positions", ctypes.c_uint64),
+        ("step", ctypes.c_uint64),
+        ("score_scale", ctypes.c_float),
+        ("cap_log2", ctypes.c_float),
+        ("rotary_length", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("padding", ctypes.c_int32 * 13),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """One compiled kernel.
+
+    Attributes:
+        rows: M, 64 or 128.
+        page: page size.
+        boxes: entries per KV tile.
+        head_dim: D.
+    """
+
+    rows: int
+    page: int
+    boxes: int
+    head_dim: int
+
+    @property
+    def streams(self) -> int:
+        """Workers per CTA: two of one consumer warpgroup or one of two."""
+        return 128 // self.rows
+
+    @property
+    def stages(self) -> int:
+        """As many as shared memory holds, up to 8."""
+        tile = 2 * self.page * self.boxes * self.head_dim * 2
+        return min(8, (SHARED_BYTES // self.streams - 2048) // tile)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a CTA, as the kernel lays it out."""
+        tile = self.page * self.boxes * self.head_dim * 2
+        meta = self.stages * (16 + 16 * self.boxes)
+        barriers = (2 * self.stages * tile + meta + 15) // 16 * 16
+        return self.streams * ((barriers + 32 * self.stages + 1023) // 1024 * 1024)
+
+
+def macros(
+    geometry: Geometry, shape: AttentionShape, rotary: RotaryTable | None, dtype: torch.dtype
+) -> dict[str, int | str]:
+    """What attend.cu is compiled with."""
+    return {
+        "HEAD_DIM": geometry.head_dim,
+        "GROUP": shape.group,
+        "ROWS": geometry.rows,
+        "PAGE": geometry.page,
+        "BOXES": geometry.boxes,
+        "STAGES": geometry.stages,
+        "HALF_FLOAT": int(dtype == torch.float16),
+        "ROTARY_DIM": rotary.rotary_dim if rotary is not None else 0,
+        "INTERLEAVED": int(rotary is not None and rotary.pairing == "interleaved"),
+        "SOFTCAP": int(shape.softcap is not None),
+        "WINDOW": int(shape.window is not None),
+    }
+
+
+class CudaExecutor(Executor):
+    """Attention on sm_90a.
+
+    Args:
+        keys: keys per KV tile, 64 or 128; None chooses by the batch.
+    """
+
+    name: ClassVar[str] = "cuda"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        page_sizes=(16, 64),
+        head_dims=(64, 128),
+        in_place=True,
+    )
+    implementation: ClassVar[str] = "fused-cuda-sm90"
+
+    def __init__(self, keys: int | None = None) -> None:
+        if keys not in (None, 64, 128):
+            raise KernelError(INVALID_ARGUMENT, f"must be 64 or 128, not {keys}", "keys")
+        self._keys = keys
+        self._rotary: dict[int, tuple[RotaryTable, Tensor]] = {}
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"runs on CUDA devices, not on {device.type}"
+        reason = driver.unavailable()
+        if reason is None and torch.cuda.get_device_capability(device) != (9, 0):
+            found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            reason = f"its code is for compute capability 9.0, the device has {found}"
+        return reason
+
+    def parameters(self, table: SegmentTable, shape: AttentionShape, device: torch.device) -> PlanParameters:
+        if shape.group > NARROW:
+            raise KernelError(
+                UNSUPPORTED, f"takes up to {NARROW} query heads per kv head, not {shape.group}", "num_heads"
+            )
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        long = bool(len(table.q_indptr) > 1 and np.diff(table.q_indptr).max() * shape.group > NARROW)
+        keys = self._keys or 64
+        heights = (WIDE,) if long or keys == 128 else (NARROW, WIDE)
+        return PlanParameters(
+            group=shape.group,
+            num_kv_heads=shape.num_kv_heads,
+            rows_per_tile=heights,
+            workers=tuple(sms * (WIDE // rows) for rows in heights),
+            boxes=keys // table.page_size,
+            window=shape.window,
+        )
+
+    def load(self, plan: FusedPlan) -> None:
+        arrays, device, shape = plan.arrays, plan.device, plan.shape
+        if plan.rotary is not None and plan.rotary.rotary_dim % 16:
+            raise KernelError(
+                UNSUPPORTED, f"takes multiples of 16, not {plan.rotary.rotary_dim}", "rotary_dim"
+            )
+        host = _Upload()
+        names = ["entries", "runs", "deltas", "merge_rows", "merge_indptr", "merge_parts"]
+        places = {name: host.add(getattr(arrays, name)) for name in names}
+        places["q_positions"] = host.add(plan.table.q_positions.astype(np.int32))
+        places["step"] = host.add(np.zeros(1, np.int32))
+        of_class = [
+            {n: host.add(getattr(c, n)) for n in ("tile_rows", "works", "work_indptr")}
+            for c in arrays.classes
+        ]
+        ints = host.to(device)
+        base = ints.data_ptr()
+        rotary = self._rotary_on(plan.rotary, device)
+        parts = max(arrays.num_parts, 1) * shape.group
+        o_part = torch.empty(parts, shape.head_dim, dtype=torch.float32, device=device)
+        lse2_part = torch.empty(parts, dtype=torch.float32, device=device)
+        launches = []
+        for c, at in zip(arrays.classes, of_class, strict=True):
+            geometry = Geometry(c.rows_per_tile, plan.table.page_size, arrays.boxes, shape.head_dim)
+            kernel = driver.kernel(
+                "attend", "attend", macros(geometry, shape, plan.rotary, plan.dtype), device.index
+            )
+            params = AttendParams(
+                o_part=o_part.data_ptr(),
+                lse2_part=lse2_part.data_ptr(),
+                rotary=0 if rotary is None else rotary.data_ptr(),
+                score_scale=shape.scale / shape.softcap if shape.softcap else shape.scale * LOG2E,
+                cap_log2=(shape.softcap or 0.0) * LOG2E,
+                rotary_length=0 if plan.rotary is None else plan.rotary.length,
+                window=shape.window or 0,
+                num_kv_heads=shape.num_kv_heads,
+                **{n: base + 4 * places[n] for n in ("entries", "runs", "deltas", "q_positions", "step")},
+                **{n: base + 4 * at[n] for n in at},
+            )
+            grid = (len(c.work_indptr) - 1) // geometry.streams
+            launches.append((kernel, grid, geometry.smem_bytes, params))
+        plan.loaded.update(
+            ints=ints,
+            places=places,
+            o_part=o_part,
+            lse2_part=lse2_part,
+            rotary=rotary,
+            launches=launches,
+            maps={},
+        )
+
+    def run(
+        self, plan: FusedPlan, q: Tensor, kv_layer: Tensor, *, sinks: Tensor | None, return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        loaded, arrays = plan.loaded, plan.arrays
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        lse2 = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        sinks = None if sinks is None else sinks.to(q.device, torch.float32).contiguous()
+        stream = torch.cuda.current_stream(q.device).cuda_stream
+        kv_map = self._map_of(loaded["maps"], kv_layer)
+        for kernel, grid, smem_bytes, params in loaded["launches"]:
+            params.kv[:] = kv_map
+            params.q, params.out = q.data_ptr(), out.data_ptr()
+            params.lse2_out = 0 if lse2 is None else lse2.data_ptr()
+            params.sinks = 0 if sinks is None else sinks.data_ptr()
+            kernel.launch((grid, 1, 1), (THREADS, 1, 1), smem_bytes, stream, params)
+        if len(arrays.merge_rows):
+            merge_parts(plan, out, lse2, sinks)
+        return out, lse2
+
+    def temp_bytes(self, plan: FusedPlan) -> int:
+        return plan.loaded["o_part"].nbytes + plan.loaded["lse2_part"].nbytes
+
+    def _rotary_on(self, table: RotaryTable | None, device: torch.device) -> Tensor | None:
+        """float32 [length, R/2, 2], cos and sin side by side; kept as long as the executor."""
+        if table is None:
+            return None
+        held = self._rotary.get(id(table))
+        if held is None:
+            held = (table, torch.stack((table.cos, table.sin), -1).to(device).contiguous())
+            self._rotary[id(table)] = held
+        return held[1]
+
+    def _map_of(self, maps: dict[tuple[int, int], ctypes.Array], kv_layer: Tensor) -> ctypes.Array:
+        """The tensor map of a layer's pages, [pages, 2 * Hkv, page size, D] in boxes of [page size, 64]."""
+        key = (kv_layer.data_ptr(), kv_layer.shape[0])
+        found = maps.get(key)
+        if found is None:
+            pages, _, heads, page, dim = kv_layer.shape
+            size = kv_layer.element_size()
+            raw = driver.tensor_map(
+                kv_layer.data_ptr(),
+                kv_layer.dtype,
+                dims=(dim, page, 2 * heads, pages),
+                strides_bytes=(dim * size, page * dim * size, 2 * heads * page * dim * size),
+                box=(64, page, 1, 1),
+                swizzle_128b=True,
+            )
+            found = maps[key] = (ctypes.c_uint64 * 16).from_buffer_copy(raw)
+        return found
+
+
+class _Upload:
+    """Integer arrays side by side, each at a multiple of 16 bytes, for one copy to the device."""
+
+    def __init__(self) -> None:
+        self._arrays: list[tuple[int, np.ndarray]] = []
+        self._length = 0
+
+    def add(self, array: np.ndarray) -> int:
+        """Offset in int32 where the array will be."""
+        at = self._length
+        self._arrays.append((at, array))
+        self._length = (at + array.size + 3) // 4 * 4
+        return at
+
+    def to(self, device: torch.device) -> Tensor:
+        host = torch.empty(max(self._length, 4), dtype=torch.int32, pin_memory=True)
+        view = host.numpy()
+        for at, array in self._arrays:
+            view[at : at + array.size] = array.reshape(-1)
+        return host.to(device, non_blocking=True)
+
+
+def variants() -> Iterable[driver.Variant]:
+    """What the compile gate builds: shapes of the models that people run, both heights and page sizes."""
+    table = torch.zeros(1, 1)
+
+    def rotary_of(dim: int, pairing: str) -> RotaryTable:
+        return RotaryTable(table, table, dim, pairing, table, 1.0)  # type: ignore[arg-type]
+
+    for dim, group, dtype, pairing, rotary_dim, softcap, window in (
+        (128, 4, torch.bfloat16, "half", 128, None, None),
+        (128, 4, torch.float16, "half", 128, None, None),
+        (128, 8, torch.bfloat16, "half", 128, None, 4096),
+        (128, 2, torch.bfloat16, "half", 64, 50.0, None),
+        (64, 3, torch.bfloat16, "half", 64, None, None),
+        (64, 1, torch.bfloat16, "interleaved", 64, 30.0, 1024),
+        (128, 5, torch.bfloat16, "half", 0, None, None),
+    ):
+        shape = AttentionShape(group, 1, dim, 1.0, window, softcap)
+        rotary = rotary_of(rotary_dim, pairing) if rotary_dim else None
+        for rows, page, keys in ((64, 64, 64), (64, 16, 64), (128, 64, 64), (128, 16, 64), (128, 64, 128)):
+            geometry = Geometry(rows, page, keys // page, dim)
+            defined = tuple(sorted(macros(geometry, shape, rotary, dtype).items()))
+            yield driver.Variant("attend", "attend", defined)
