@@ -21,10 +21,14 @@ MOST_CALLS = 64
 
 @dataclass
 class Captured:
-    """One contender: its graph, how many calls a replay makes, and samples of microseconds per call."""
+    """One contender: its graph, how many calls a replay makes, and samples of microseconds per call.
+
+    `held` keeps alive what the captured calls read: a graph holds addresses only.
+    """
 
     graph: torch.cuda.CUDAGraph
     calls: int
+    held: Sequence[Call]
     samples: list[float] = field(default_factory=list)
 
 
@@ -52,7 +56,7 @@ def capture(calls: Sequence[Call], sets: int) -> Captured:
         for _ in range(rounds):
             for call in calls:
                 call()
-    return Captured(graph, rounds * len(calls))
+    return Captured(graph, rounds * len(calls), calls)
 
 
 def race(contenders: dict[str, Captured], replays: int) -> None:
