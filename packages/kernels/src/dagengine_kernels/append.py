@@ -2,19 +2,42 @@
 
     slot = page * page_size + row          K goes to kv_layer[page, 0, :, row], V to kv_layer[page, 1, :, row]
 
-K is rotated in float32 at its stored position by tables built in float64, rounded once to the pages'
-dtype and never rewritten. V is stored as it comes.
+K is normed (where a model norms its heads) and rotated in float32 at its stored position by tables built in
+float64, rounded once to the pages' dtype and never rewritten. V is stored as it comes.
+
+On a CUDA device one launch does it all (fused/cuda/append.py); `AppendPlan.implementation` says what runs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
+from dagengine_kernels.fused.cuda import driver
+from dagengine_kernels.fused.cuda.append import Appender
 from dagengine_kernels.rotary import RotaryTable, check_head_dim, expand_rows, turn
+
+
+@dataclass(frozen=True, eq=False)
+class HeadNorm:
+    """RMS norm over the elements of a head, x * weight / sqrt(mean(x^2) + eps), in float32 and rounded once.
+
+    Attributes:
+        weight: float32 [D].
+        eps: added to the mean square.
+    """
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, H, D] normed, in float32 (float64 where x is)."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight.to(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,33 +45,120 @@ class AppendPlan:
     """Where one step's tokens go, for every layer of a group; made by `plan_append`.
 
     Attributes:
-        page, row: int64 [T].
-        cos, sin: laid out by `expand_rows`, or None for layers without positions.
+        positions, slots: int64 [T].
+        rotary: None for layers without positions.
+        page_size: tokens per page.
     """
 
-    page: Tensor
-    row: Tensor
+    positions: Tensor
+    slots: Tensor
     rotary: RotaryTable | None
-    cos: Tensor | None
-    sin: Tensor | None
+    page_size: int
 
-    def write(self, k: Tensor, v: Tensor, kv_layer: Tensor) -> None:
-        """Rotate k and write k, v [T, Hkv, D] into kv_layer [pages, 2, Hkv, page_size, D] in place."""
-        if k.shape != v.shape or k.shape[0] != len(self.page) or k.shape[1:] != kv_layer.shape[2::2]:
-            want = [len(self.page), kv_layer.shape[2], kv_layer.shape[4]]
-            raise KernelError(
-                INVALID_ARGUMENT, f"k and v must be {want}, are {[*k.shape]}, {[*v.shape]}", "k"
-            )
-        if self.rotary is not None and self.cos is not None and self.sin is not None:
-            check_head_dim(self.rotary, k.shape[-1])
-            k = turn(k, self.cos, self.sin, self.rotary.rotary_dim, self.rotary.pairing)
+    @cached_property
+    def implementation(self) -> str:
+        """What `write` runs: ``cuda`` (for what its kernel takes: see there) or ``torch``."""
+        return "cuda" if self.slots.is_cuda and driver.unavailable() is None else "torch"
+
+    def write(
+        self,
+        k: Tensor,
+        v: Tensor,
+        kv_layer: Tensor,
+        *,
+        k_norm: HeadNorm | None = None,
+        q: Tensor | None = None,
+        q_norm: HeadNorm | None = None,
+    ) -> Tensor | None:
+        """Norm and rotate k and write k and v into the pages, in place; norm q on the way.
+
+        The kernel takes float32, bfloat16 and float16 in one dtype with the pages and heads of up to 512 contiguous
+        elements (interleaved pairs of even alignment); torch writes anything else.
+
+        Args:
+            k, v: [T, Hkv, D].
+            kv_layer: [pages, 2, Hkv, page_size, D].
+            k_norm: applied to k before its rotation.
+            q, q_norm: [T, Hq, D] and its norm, together or not at all. q is not rotated.
+        Returns: the normed q in its dtype, None without one.
+        Raises: KernelError (invalid_argument).
+        """
+        self._check(k, v, kv_layer, q, k_norm, q_norm)
+        if self.implementation == "cuda":
+            layout = self._appender.layout(k, v, kv_layer, q)
+            if layout is not None:
+                return self._appender.write(
+                    layout,
+                    k,
+                    v,
+                    kv_layer,
+                    k_weight=None if k_norm is None else k_norm.weight,
+                    k_eps=0.0 if k_norm is None else k_norm.eps,
+                    q=q,
+                    q_weight=None if q_norm is None else q_norm.weight,
+                    q_eps=0.0 if q_norm is None else q_norm.eps,
+                )
+        if k_norm is not None:
+            k = k_norm(k)
+        if self.rotary is not None and self._turning is not None:
+            k = turn(k, *self._turning, self.rotary.rotary_dim, self.rotary.pairing)
         by_token = kv_layer.permute(0, 3, 1, 2, 4)
-        by_token[self.page, self.row, 0] = k.to(kv_layer.dtype)
-        by_token[self.page, self.row, 1] = v.to(kv_layer.dtype)
+        page, row = self._places
+        by_token[page, row, 0] = k.to(kv_layer.dtype)
+        by_token[page, row, 1] = v.to(kv_layer.dtype)
+        return None if q is None or q_norm is None else q_norm(q).to(q.dtype)
+
+    def _check(
+        self,
+        k: Tensor,
+        v: Tensor,
+        kv_layer: Tensor,
+        q: Tensor | None,
+        k_norm: HeadNorm | None,
+        q_norm: HeadNorm | None,
+    ) -> None:
+        tokens = len(self.slots)
+        if k.shape != v.shape or k.shape[0] != tokens or k.shape[1:] != kv_layer.shape[2::2]:
+            want = [tokens, kv_layer.shape[2], kv_layer.shape[4]]
+            message = f"k and v must be {want}, are {[*k.shape]}, {[*v.shape]}"
+            raise KernelError(INVALID_ARGUMENT, message, "k")
+        if kv_layer.shape[3] != self.page_size:
+            message = f"has {kv_layer.shape[3]} tokens per page, the plan {self.page_size}"
+            raise KernelError(INVALID_ARGUMENT, message, "kv_layer")
+        if self.rotary is not None:
+            check_head_dim(self.rotary, k.shape[-1])
+        if (q is None) != (q_norm is None):
+            raise KernelError(INVALID_ARGUMENT, "q and q_norm come together or not at all", "q")
+        if q is not None and (q.ndim != 3 or len(q) != tokens or q.shape[2] != k.shape[2]):
+            message = f"must be [{tokens}, Hq, {k.shape[2]}], is {[*q.shape]}"
+            raise KernelError(INVALID_ARGUMENT, message, "q")
+        for field, norm in (("k_norm", k_norm), ("q_norm", q_norm)):
+            if norm is None:
+                continue
+            weight = norm.weight
+            if weight.shape != k.shape[2:] or weight.dtype != torch.float32 or not weight.is_contiguous():
+                message = f"its weight must be float32 [{k.shape[2]}], is {weight.dtype} {[*weight.shape]}"
+                raise KernelError(INVALID_ARGUMENT, message, field)
+
+    @cached_property
+    def _appender(self) -> Appender:
+        slots, positions = (x.to(torch.int64).contiguous() for x in (self.slots, self.positions))
+        return Appender(slots, positions, self.rotary, self.page_size)
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Page and row of each token."""
+        return self.slots // self.page_size, self.slots % self.page_size
+
+    @cached_property
+    def _turning(self) -> tuple[Tensor, Tensor] | None:
+        if self.rotary is None:
+            return None
+        return expand_rows(*self.rotary.rows(self.positions), self.rotary.pairing)
 
 
 def plan_append(positions: Tensor, slots: Tensor, rotary: RotaryTable | None, page_size: int) -> AppendPlan:
-    """Look up once per step what `AppendPlan.write` needs in every layer.
+    """Prepare once per step what `AppendPlan.write` needs in every layer.
 
     Args:
         positions: int64 [T] stored positions, in [0, rotary.length).
@@ -58,10 +168,7 @@ def plan_append(positions: Tensor, slots: Tensor, rotary: RotaryTable | None, pa
     if positions.shape != slots.shape or positions.ndim != 1:
         message = f"positions {[*positions.shape]} and slots {[*slots.shape]} must both be [T]"
         raise KernelError(INVALID_ARGUMENT, message, "slots")
-    cos = sin = None
-    if rotary is not None:
-        cos, sin = expand_rows(*rotary.rows(positions), rotary.pairing)
-    return AppendPlan(slots // page_size, slots % page_size, rotary, cos, sin)
+    return AppendPlan(positions, slots, rotary, page_size)
 
 
 def append_kv(

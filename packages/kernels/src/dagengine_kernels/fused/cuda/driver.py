@@ -20,6 +20,7 @@ import functools
 import hashlib
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -48,6 +49,7 @@ _TENSOR_MAP_TYPES = {
 }
 _L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 _SWIZZLE_128B = 3
+_INCLUDE = re.compile(r'#include "([\w.]+)"\s*')
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +253,28 @@ def cubin(source: str, macros: Macros, arch: str) -> bytes:
 
 
 def read_source(source: str) -> str:
-    """The text of csrc/cuda/SOURCE.cu. Raises: KernelError (backend_not_loadable)."""
-    try:
-        return (SOURCES / f"{source}.cu").read_text()
-    except OSError as e:
-        raise KernelError(BACKEND_BROKEN, f"its source cannot be read: {e}", source) from e
+    """The text of csrc/cuda/SOURCE.cu with its own headers in place of ``#include "..."``, each once.
+
+    Raises: KernelError (backend_not_loadable).
+    """
+    seen: set[str] = set()
+
+    def expand(name: str) -> str:
+        try:
+            text = (SOURCES / name).read_text()
+        except OSError as e:
+            raise KernelError(BACKEND_BROKEN, f"its source cannot be read: {e}", source) from e
+        lines = []
+        for number, line in enumerate(text.splitlines(), 1):
+            included = _INCLUDE.fullmatch(line)
+            if included is None:
+                lines.append("" if line == "#pragma once" else line)
+            elif included[1] not in seen:
+                seen.add(included[1])
+                lines += [f'#line 1 "{included[1]}"', expand(included[1]), f'#line {number + 1} "{name}"']
+        return "\n".join(lines) + "\n"
+
+    return expand(f"{source}.cu")
 
 
 def compile_options(macros: Macros, arch: str) -> list[str]:
@@ -363,6 +382,7 @@ def tensor_map(
         raise KernelError(INVALID_ARGUMENT, str(e), "tensor_map") from e
 
 
+@functools.cache
 def unavailable() -> str | None:
     """Why no kernel can be compiled and loaded here, None if that is not known before trying."""
     if not torch.cuda.is_available():

@@ -1,0 +1,168 @@
+// K and V of new tokens into pages: optional RMS norm of k, rotation at the stored position, one rounding.
+//
+// One warp takes a token and some of its heads; LANES threads take a head. Blocks of the rows after the kv heads' norm q.
+// Configured by rotary.cuh, and NORM_K, NORM_Q (0 or 1).
+#include "rotary.cuh"
+
+struct Params {
+    const void* k;             // [T, Hkv, D]
+    const void* v;             // [T, Hkv, D]
+    void* pages;               // [pages, 2, Hkv, page_size, D]
+    const i64* slots;          // [T]
+    const i64* positions;      // [T]; not read without rotation
+    const float* table;        // [length, ROTARY_DIM / 2, 2]
+    const float* k_weight;     // [D]
+    const void* q;             // [T, Hq, D]
+    void* q_out;               // [T, Hq, D], contiguous
+    const float* q_weight;     // [D]
+    i64 k_token, k_head;       // strides in elements
+    i64 v_token, v_head;
+    i64 q_token, q_head;
+    int tokens, kv_heads, q_heads, page_size;
+    int kv_rows;               // how many rows of blocks share the kv heads of a token
+    int q_rows;                // and the q heads
+    float k_eps, q_eps;
+};
+
+constexpr int WARPS = 8;
+constexpr int HEADS_AT_ONCE = 32 / LANES;
+
+struct Norm {
+    float weight[ROUNDS][2][VEC];
+
+    __device__ void load(const float* weights, int lane) {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const Unit unit(lane + r * LANES);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) {
+                weight[r][0][i] = unit.first >= 0 ? weights[unit.first * VEC + i] : 0.0f;
+                weight[r][1][i] = unit.second >= 0 ? weights[unit.second * VEC + i] : 0.0f;
+            }
+        }
+    }
+
+    // x * weight / sqrt(mean(x^2) + eps) of a head that LANES threads hold.
+    __device__ void apply(float (&x)[ROUNDS][2][VEC], float eps) const {
+        float sum = 0.0f;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+#pragma unroll
+            for (int s = 0; s < 2; ++s)
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) sum += x[r][s][i] * x[r][s][i];
+#pragma unroll
+        for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        const float factor = 1.0f / sqrtf(sum / HEAD_DIM + eps);
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+#pragma unroll
+            for (int s = 0; s < 2; ++s)
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) x[r][s][i] *= factor * weight[r][s][i];
+    }
+};
+
+struct Head {
+    Elements at[ROUNDS][2];
+
+    __device__ void load(const void* base, i64 element, int lane, bool active) {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const Unit unit(lane + r * LANES);
+            at[r][0] = at[r][1] = Elements{};
+            if (active && unit.first >= 0) at[r][0] = Elements::load_streaming(base, element + unit.first * VEC);
+            if (active && unit.second >= 0) at[r][1] = Elements::load_streaming(base, element + unit.second * VEC);
+        }
+    }
+
+    __device__ void store(void* base, i64 element, int lane, bool active) const {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const Unit unit(lane + r * LANES);
+            if (active && unit.first >= 0) at[r][0].store(base, element + unit.first * VEC);
+            if (active && unit.second >= 0) at[r][1].store(base, element + unit.second * VEC);
+        }
+    }
+
+    __device__ void unpack(float (&x)[ROUNDS][2][VEC]) const {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            at[r][0].unpack(x[r][0]);
+            at[r][1].unpack(x[r][1]);
+        }
+    }
+
+    __device__ void pack(const float (&x)[ROUNDS][2][VEC]) {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            at[r][0] = Elements::pack(x[r][0]);
+            at[r][1] = Elements::pack(x[r][1]);
+        }
+    }
+};
+
+__device__ void append_kv(const Params& p, int token, int share, int lane, int sub) {
+    const i64 slot = p.slots[token];
+    const i64 page = slot / p.page_size, row = slot - page * p.page_size;
+    Angles angles[ROUNDS];
+    if constexpr (ROTARY_DIM > 0) {
+        const float* table = p.table + p.positions[token] * ROTARY_DIM;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) angles[r].load(table, Unit(lane + r * LANES));
+    }
+    Norm norm;
+    if constexpr (NORM_K) norm.load(p.k_weight, lane);
+    const i64 head_elements = static_cast<i64>(p.page_size) * HEAD_DIM;
+    const i64 to_k = page * 2 * p.kv_heads * head_elements + row * HEAD_DIM;
+    const i64 to_v = to_k + p.kv_heads * head_elements;
+#pragma unroll 2
+    for (int h = share * HEADS_AT_ONCE; h < p.kv_heads; h += p.kv_rows * HEADS_AT_ONCE) {
+        const int head = h + sub;
+        const bool active = head < p.kv_heads;
+        Head k, v;
+        k.load(p.k, token * p.k_token + head * p.k_head, lane, active);
+        v.load(p.v, token * p.v_token + head * p.v_head, lane, active);
+        if constexpr (NORM_K || ROTARY_DIM > 0) {
+            float x[ROUNDS][2][VEC];
+            k.unpack(x);
+            if constexpr (NORM_K) norm.apply(x, p.k_eps);
+            if constexpr (ROTARY_DIM > 0) {
+#pragma unroll
+                for (int r = 0; r < ROUNDS; ++r) angles[r].turn(x[r][0], x[r][1]);
+            }
+            k.pack(x);
+        }
+        k.store(p.pages, to_k + head * head_elements, lane, active);
+        v.store(p.pages, to_v + head * head_elements, lane, active);
+    }
+}
+
+__device__ void norm_q(const Params& p, int token, int share, int lane, int sub) {
+    Norm norm;
+    norm.load(p.q_weight, lane);
+    for (int h = share * HEADS_AT_ONCE; h < p.q_heads; h += p.q_rows * HEADS_AT_ONCE) {
+        const int head = h + sub;
+        const bool active = head < p.q_heads;
+        Head q;
+        q.load(p.q, token * p.q_token + head * p.q_head, lane, active);
+        float x[ROUNDS][2][VEC];
+        q.unpack(x);
+        norm.apply(x, p.q_eps);
+        q.pack(x);
+        q.store(p.q_out, (static_cast<i64>(token) * p.q_heads + head) * HEAD_DIM, lane, active);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) append(const __grid_constant__ Params p) {
+    let_next_kernel_start();
+    wait_for_previous_kernel();
+    const int token = blockIdx.x * WARPS + threadIdx.x / 32;
+    const int lane = threadIdx.x % LANES, sub = threadIdx.x % 32 / LANES;
+    if (token >= p.tokens) return;
+    if (blockIdx.y < p.kv_rows) {
+        append_kv(p, token, blockIdx.y, lane, sub);
+    } else if constexpr (NORM_Q) {
+        norm_q(p, token, blockIdx.y - p.kv_rows, lane, sub);
+    }
+}

@@ -1,0 +1,166 @@
+"""K and V of new tokens into pages by one launch (csrc/cuda/append.cu): norm, rotation, paged write.
+
+Knows tensors on one CUDA device; dagengine_kernels/append.py says what is computed, in torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from dagengine_kernels.fused.cuda.driver import Kernel, Variant, kernel
+from dagengine_kernels.fused.cuda.vectors import HeadLayout, alignment, device_table, head_layout
+from dagengine_kernels.rotary import RotaryTable
+
+WARPS = 8
+"""Tokens per block."""
+
+ENOUGH_WARPS = 132 * 16
+"""Warps that keep the device busy: with fewer tokens, several warps share one token's heads."""
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("k_weight", ctypes.c_void_p),
+        ("q", ctypes.c_void_p),
+        ("q_out", ctypes.c_void_p),
+        ("q_weight", ctypes.c_void_p),
+        ("k_token", ctypes.c_int64),
+        ("k_head", ctypes.c_int64),
+        ("v_token", ctypes.c_int64),
+        ("v_head", ctypes.c_int64),
+        ("q_token", ctypes.c_int64),
+        ("q_head", ctypes.c_int64),
+        ("tokens", ctypes.c_int),
+        ("kv_heads", ctypes.c_int),
+        ("q_heads", ctypes.c_int),
+        ("page_size", ctypes.c_int),
+        ("kv_rows", ctypes.c_int),
+        ("q_rows", ctypes.c_int),
+        ("k_eps", ctypes.c_float),
+        ("q_eps", ctypes.c_float),
+    )
+
+
+class Appender:
+    """One step's tokens, for every layer of a group.
+
+    Args:
+        slots, positions: int64 [T], contiguous, on the device; read anew by every launch.
+        rotary: None stores k as it is.
+    """
+
+    def __init__(self, slots: Tensor, positions: Tensor, rotary: RotaryTable | None, page_size: int) -> None:
+        self._slots, self._positions, self._rotary = slots, positions, rotary
+        self._kernels: dict[tuple[HeadLayout, bool, bool], Kernel] = {}
+        self._params = _Params(
+            slots=slots.data_ptr(),
+            positions=positions.data_ptr(),
+            tokens=len(slots),
+            page_size=page_size,
+        )
+        if rotary is not None:
+            self._table = device_table(rotary, slots.device)
+            self._params.table = self._table.data_ptr()
+
+    def layout(self, k: Tensor, v: Tensor, kv_layer: Tensor, q: Tensor | None) -> HeadLayout | None:
+        """How the kernel would take these tensors; None where it does not."""
+        given = [k, v] if q is None else [k, v, q]
+        if any(x.dtype != kv_layer.dtype or x.stride(-1) != 1 for x in given) or not kv_layer.is_contiguous():
+            return None
+        row = kv_layer.shape[-1] * kv_layer.element_size()
+        return head_layout(
+            kv_layer.dtype, kv_layer.shape[-1], self._rotary, alignment(*given, kv_layer.data_ptr(), row)
+        )
+
+    def write(
+        self,
+        layout: HeadLayout,
+        k: Tensor,
+        v: Tensor,
+        kv_layer: Tensor,
+        *,
+        k_weight: Tensor | None = None,
+        k_eps: float = 0.0,
+        q: Tensor | None = None,
+        q_weight: Tensor | None = None,
+        q_eps: float = 0.0,
+        pdl: bool = True,
+    ) -> Tensor | None:
+        """Queue the launch.
+
+        Args:
+            layout: from `layout`, for these tensors.
+            k, v: [T, Hkv, D]; kv_layer: [pages, 2, Hkv, page_size, D]; q: [T, Hq, D].
+            k_weight, q_weight: float32 [D], contiguous.
+            pdl: may be started before the kernel before it in the stream has ended.
+        Returns: the normed q [T, Hq, D], if q is given.
+        """
+        tokens, kv_heads = k.shape[:2]
+        out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if tokens == 0:
+            return out
+        key = (layout, k_weight is not None, q is not None)
+        found = self._kernels.get(key)
+        if found is None:
+            macros = {**layout.macros(), "NORM_K": int(key[1]), "NORM_Q": int(key[2])}
+            found = self._kernels[key] = kernel("append", "append", macros, kv_layer.device.index)
+        at_once = 32 // layout.lanes
+        params = self._params
+        params.k, params.v, params.pages = k.data_ptr(), v.data_ptr(), kv_layer.data_ptr()
+        params.k_token, params.k_head = k.stride()[:2]
+        params.v_token, params.v_head = v.stride()[:2]
+        params.kv_heads, params.kv_rows = kv_heads, _sharing(tokens, kv_heads, at_once)
+        rows = params.kv_rows
+        if k_weight is not None:
+            params.k_weight, params.k_eps = k_weight.data_ptr(), k_eps
+        if q is not None and out is not None and q_weight is not None:
+            params.q, params.q_out, params.q_weight = q.data_ptr(), out.data_ptr(), q_weight.data_ptr()
+            params.q_token, params.q_head = q.stride()[:2]
+            params.q_heads, params.q_rows = q.shape[1], _sharing(tokens, q.shape[1], at_once)
+            params.q_eps = q_eps
+            rows += params.q_rows
+        stream = torch.cuda.current_stream(kv_layer.device).cuda_stream
+        found.launch((-(-tokens // WARPS), rows, 1), (WARPS * 32, 1, 1), 0, stream, params, pdl=pdl)
+        return out
+
+
+def _sharing(tokens: int, heads: int, at_once: int) -> int:
+    """How many warps share the heads of one token."""
+    passes = -(-heads // at_once)
+    return max(1, min(passes, -(-ENOUGH_WARPS // tokens)))
+
+
+def variants() -> tuple[Variant, ...]:
+    """What the compile gate builds."""
+    listed = []
+    for dtype, head_dim, rotary_dim, interleaved, vec, lanes, k_norm, q_norm in (
+        (2, 128, 128, 0, 8, 8, 0, 0),
+        (2, 128, 128, 0, 8, 8, 1, 1),
+        (2, 128, 128, 1, 8, 8, 0, 0),
+        (2, 64, 64, 0, 8, 4, 0, 0),
+        (2, 256, 64, 0, 8, 16, 1, 1),
+        (1, 128, 128, 0, 8, 8, 0, 0),
+        (0, 64, 64, 0, 4, 8, 0, 0),
+        (2, 128, 0, 0, 8, 8, 0, 0),
+    ):
+        macros = (
+            ("DTYPE", dtype),
+            ("HEAD_DIM", head_dim),
+            ("ROTARY_DIM", rotary_dim),
+            ("INTERLEAVED", interleaved),
+            ("VEC", vec),
+            ("LANES", lanes),
+            ("NORM_K", k_norm),
+            ("NORM_Q", q_norm),
+        )
+        listed.append(Variant("append", "append", macros))
+    return tuple(listed)
