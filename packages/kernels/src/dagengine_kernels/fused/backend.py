@@ -1,0 +1,198 @@
+"""FusedBackend: one planner, several implementations that walk its plans; picks one and says which.
+
+Knows which implementations there are and what each says of itself. They are imported when they are first asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dagengine_kernels.backend import AttentionBackend, AttentionShape, Capabilities, Plan
+from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
+from dagengine_kernels.fused import planner
+from dagengine_kernels.fused.executor import Executor, FusedPlan
+from dagengine_kernels.rotary import RotaryTable
+from dagengine_kernels.segments import SegmentTable
+
+EXECUTORS = {
+    "cpu": "dagengine_kernels.fused.cpu:CpuExecutor",
+    "cuda": "dagengine_kernels.fused.cuda.attend:CudaExecutor",
+    "tilelang": "dagengine_kernels.fused.tilelang.executor:TileLangExecutor",
+    "triton": "dagengine_kernels.fused.triton.executor:TritonExecutor",
+}
+
+AUTO = {"cpu": ("cpu",), "cuda": ("cuda", "tilelang", "triton")}
+"""By device type, what `auto` takes the first of that runs there and can do what is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What the walks of one plan read in one layer.
+
+    Attributes:
+        tokens: tokens in the pages that are read, every reading counted.
+        unique_tokens: distinct tokens that are seen.
+        bytes, unique_bytes: of their K and V in all heads, in pages of the plan's dtype.
+    """
+
+    tokens: int
+    unique_tokens: int
+    bytes: int
+    unique_bytes: int
+
+
+class FusedBackend(AttentionBackend):
+    """Shared reads, planned once per batch.
+
+    Args:
+        implementation: "cpu", "cuda", "tilelang" or "triton"; "auto" chooses by the device of a plan.
+        options: of that implementation's constructor; none with "auto".
+    Raises: KernelError (invalid_argument; capability_missing where a named implementation cannot run).
+    """
+
+    name: ClassVar[str] = "fused"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        devices=("cpu", "cuda"), dtypes=(torch.float32, torch.bfloat16, torch.float16), in_place=True
+    )
+
+    def __init__(self, implementation: str = "auto", **options: Any) -> None:
+        super().__init__()
+        self._executors: dict[str, Executor] = {}
+        self._named: Executor | None = None
+        self.last_plan: FusedPlan | None = None
+        if implementation == "auto":
+            if options:
+                message = f"{', '.join(options)}: name the implementation that they are for"
+                raise KernelError(INVALID_ARGUMENT, message, "options")
+        else:
+            self._named = self._make(implementation, options)
+            self.capabilities = self._named.capabilities  # type: ignore[misc]
+
+    @classmethod
+    def unavailable(cls, device: torch.device | str) -> str | None:
+        """Why no implementation runs on that device here; None if one does."""
+        device = torch.device(device)
+        reasons = []
+        for name in AUTO.get(device.type, ()):
+            reason = _why_not(name, device)
+            if reason is None:
+                return None
+            reasons.append(f"{name}: {reason}")
+        return "; ".join(reasons) or f"there is none for {device.type}"
+
+    @property
+    def implementation(self) -> str:  # type: ignore[override]
+        """What ran last; before anything did, what would run on the first device of this machine."""
+        if self.last_plan is not None:
+            return _label(self._executors[self.last_plan.executor])
+        if self._named is not None:
+            return _label(self._named)
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        for name in AUTO[device.type]:
+            if _why_not(name, device) is None:
+                return _label(self._make(name, {}))
+        return f"none ({self.unavailable(device)})"
+
+    @property
+    def reads(self) -> Reads | None:
+        """What the last plan reads; None before the first."""
+        plan = self.last_plan
+        if plan is None:
+            return None
+        each = 2 * plan.shape.num_kv_heads * plan.shape.head_dim * plan.dtype.itemsize
+        read, unique = plan.arrays.tokens_read, plan.arrays.tokens_unique
+        return Reads(read, unique, read * each, unique * each)
+
+    def plan(
+        self,
+        table: SegmentTable,
+        shape: AttentionShape,
+        rotary: RotaryTable | None,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> FusedPlan:
+        device = self._check_plan(table, shape, rotary, device, dtype)
+        executor = self._named or self._choose(table, shape, device, dtype)
+        arrays = planner.plan_table(table, executor.parameters(table, shape, device))
+        plan = FusedPlan(self.name, table, shape, rotary, device, dtype, arrays, executor.name)
+        executor.load(plan)
+        self.last_plan = plan
+        return plan
+
+    def run(
+        self,
+        plan: Plan,
+        layer: int,
+        q: Tensor,
+        kv_layer: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        self._check_run(plan, q, kv_layer, sinks)
+        assert isinstance(plan, FusedPlan)
+        executor = self._executors.get(plan.executor)
+        if executor is None:
+            raise KernelError(INVALID_ARGUMENT, f"was made for {plan.executor!r} by another backend", "plan")
+        out, lse2 = executor.run(plan, q, kv_layer, sinks=sinks, return_lse=return_lse)
+        self._note_temp(executor.temp_bytes(plan))
+        if not return_lse:
+            return out
+        assert lse2 is not None
+        return out, lse2
+
+    def _choose(
+        self, table: SegmentTable, shape: AttentionShape, device: torch.device, dtype: torch.dtype
+    ) -> Executor:
+        """The first implementation for the device that runs there and can do this. Raises: KernelError."""
+        refusal: KernelError | None = None
+        reasons = []
+        for name in AUTO[device.type]:
+            executor = self._executors.get(name)
+            if executor is None:
+                reason = _why_not(name, device)
+                if reason is not None:
+                    reasons.append(f"{name}: {reason}")
+                    continue
+                executor = self._make(name, {})
+            try:
+                executor.capabilities.check(f"{self.name}-{name}", table, shape, device.type, dtype)
+            except KernelError as error:
+                refusal = refusal or error
+                continue
+            return executor
+        raise refusal or KernelError(UNSUPPORTED, "; ".join(reasons), "device")
+
+    def _make(self, name: str, options: dict[str, Any]) -> Executor:
+        if name not in self._executors:
+            self._executors[name] = _executor_class(name)(**options)
+        return self._executors[name]
+
+
+def _executor_class(name: str) -> type[Executor]:
+    if name not in EXECUTORS:
+        listed = ", ".join(("auto", *EXECUTORS))
+        raise KernelError(INVALID_ARGUMENT, f"must be one of {listed}, not {name!r}", "implementation")
+    module, _, attribute = EXECUTORS[name].partition(":")
+    try:
+        loaded: type[Executor] = getattr(import_module(module), attribute)
+    except ImportError as error:
+        raise KernelError(UNSUPPORTED, f"{name!r} cannot be imported: {error}", "implementation") from error
+    return loaded
+
+
+def _why_not(name: str, device: torch.device) -> str | None:
+    try:
+        return _executor_class(name).unavailable(device)
+    except KernelError as error:
+        return error.message
+
+
+def _label(executor: Executor) -> str:
+    return getattr(executor, "implementation", f"fused-{executor.name}")

@@ -1,0 +1,585 @@
+// The walk of one work over its KV tiles, for whichever `Simd` the including file defines. Everything here has internal
+// linkage: each including file is compiled for another instruction set, and the linker must not mix their code.
+//
+//   entries of the work  | e0 | e1 | e2 |   e3   | ..      rows LO..HI-1 of a page each
+//   key blocks           |   block 0   |  block 1   |      up to KB keys that see the same turned queries
+//   rows of the tile     only those that see the run, in strips of up to STRIP rows
+//
+// Few rows (one strip): scores are dot products along the head dimension, K and V are read where they lie. Many rows:
+// K is transposed once per block, so that scores are products of broadcast queries and vectors of keys.
+#pragma once
+
+#include <type_traits>
+
+#include "attend_cpu.h"
+
+namespace dagengine::cpu {
+namespace {
+
+using F = Simd::F;
+constexpr int W = Simd::W;
+constexpr int STRIP = 6;
+constexpr int KB = 64;
+constexpr int CACHE_LINE = 64;
+constexpr float LOWEST = -1e30f;
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr int32_t INVISIBLE = INT32_MIN;
+
+inline F load(const float* p) { return Simd::load(p); }
+
+struct Bf16 {
+    uint16_t bits;
+};
+struct F16 {
+    uint16_t bits;
+};
+inline F load(const Bf16* p) { return Simd::load_bf16(&p->bits); }
+inline F load(const F16* p) { return Simd::load_f16(&p->bits); }
+inline float value(float x) { return x; }
+inline float value(Bf16 x) { return from_bf16(x.bits); }
+inline float value(F16 x) { return from_f16(x.bits); }
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t rounded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Keys that are scored together, and where K and V of each lie.
+template <class T>
+struct Block {
+    int count;
+    int32_t first, last;  // smallest and largest stored position
+    bool in_order;        // positions are first, first + 1, ..
+    const T* k[KB];
+    const T* v[KB];
+    alignas(64) int32_t position[KB];
+};
+
+struct Scratch {
+    float* queries;    // [rows, Dp] turned, of the rows that see the run
+    float* out;        // [rows of the tile, Dp] not yet divided by the sum
+    float* top;        // [rows of the tile] running maximum, base 2
+    float* sum;        // [rows of the tile, W] running sum, by lane
+    float* scores;     // [STRIP, KB]
+    float* keys;       // [Dp, KB] transposed
+    float* values;     // [KB, Dp] as float
+    float* staged;     // [KB, Dp] rows whose length no vector divides
+    int32_t* row;      // [rows] which row of the tile
+    int64_t* limit;    // [rows] largest stored position that the row sees
+    int64_t* slot_at;  // [slots] p - delta
+};
+
+struct Layout {
+    int padded;  // Dp: head_dim up to whole vectors
+    int rows;
+    size_t bytes;
+
+    explicit Layout(const Call& c) : padded(int(rounded(c.head_dim, W))), rows(c.max_slots * c.group), bytes(0) {
+        Scratch unused;
+        place(unused, nullptr);
+    }
+
+    void place(Scratch& s, char* base) {
+        size_t at = 0;
+        auto take = [&](auto*& pointer, size_t count) {
+            using T = std::remove_reference_t<decltype(*pointer)>;
+            pointer = reinterpret_cast<T*>(base + at);
+            at += size_t(rounded(int64_t(count * sizeof(T)), CACHE_LINE));
+        };
+        size_t r = size_t(rows), d = size_t(padded);
+        take(s.queries, r * d);
+        take(s.out, r * d);
+        take(s.top, r);
+        take(s.sum, r * W);
+        take(s.scores, STRIP * KB);
+        take(s.keys, d * KB);
+        take(s.values, KB * d);
+        take(s.staged, 2 * KB * d);
+        take(s.row, r);
+        take(s.limit, r);
+        take(s.slot_at, r);
+        bytes = at;
+    }
+};
+
+// scores[r][k] = queries[r] . keys[k] for R rows and K keys.
+template <class T, int R, int K>
+inline void dot_tile(const float* q, const T* const* k, int padded, float* scores) {
+    F acc[R][K];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+        for (int i = 0; i < K; i++) acc[r][i] = Simd::zero();
+    for (int d = 0; d < padded; d += W) {
+        F row[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) row[r] = load(q + r * padded + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < K; i++) {
+            F key = load(k[i] + d);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) acc[r][i] = Simd::fma(row[r], key, acc[r][i]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) Simd::template reduce<K>(acc[r], scores + r * KB);
+}
+
+template <class T, int R>
+void dot_rows(const float* q, const Block<T>& b, int count, int padded, float* scores) {
+    constexpr int AT_ONCE = Simd::dot_rows < R ? Simd::dot_rows : R;
+    if constexpr (AT_ONCE < R) {
+        dot_rows<T, AT_ONCE>(q, b, count, padded, scores);
+        dot_rows<T, R - AT_ONCE>(q + AT_ONCE * padded, b, count, padded, scores + AT_ONCE * KB);
+    } else {
+        constexpr int K = Simd::dot_keys(R);
+        int lines = int(padded * sizeof(T)) / CACHE_LINE;
+        for (int i = 0; i < count; i += K) {
+            for (int j = i; j < i + K; j++)
+                for (int line = 0; line < lines; line++)
+                    __builtin_prefetch(reinterpret_cast<const char*>(b.v[j]) + line * CACHE_LINE, 0, 3);
+            dot_tile<T, R, K>(q, b.k + i, padded, scores + i);
+        }
+    }
+}
+
+// The same from transposed keys [D, KB].
+template <int R, int N>
+inline void score_tile(const float* q, int padded, int dim, const float* keys, float* scores) {
+    F acc[R][N];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) acc[r][n] = Simd::zero();
+    for (int d = 0; d < dim; d++) {
+        F key[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) key[n] = load(keys + d * KB + n * W);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            F query = Simd::set(q[r * padded + d]);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) acc[r][n] = Simd::fma(query, key[n], acc[r][n]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) Simd::store(scores + r * KB + n * W, acc[r][n]);
+}
+
+template <int R>
+void score_rows(const float* q, int padded, int dim, const float* keys, int count, float* scores) {
+    constexpr int N = Simd::vectors;
+    int i = 0;
+    for (; i + (N - 1) * W < count; i += N * W) score_tile<R, N>(q, padded, dim, keys + i, scores + i);
+    for (; i < count; i += W) score_tile<R, 1>(q, padded, dim, keys + i, scores + i);
+}
+
+// out[r] = out[r] * keep[r] + weights[r] . values, for N vectors of the head dimension.
+template <class T, int R, int N>
+inline void value_tile(
+    const float* weights, const T* const* v, const T* const* ahead, int count, int d, float* const* out,
+    const float* keep, int lines
+) {
+    F acc[R][N];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        F factor = Simd::set(keep[r]);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) acc[r][n] = Simd::mul(load(out[r] + d + n * W), factor);
+    }
+    for (int i = 0; i < count; i++) {
+        for (int line = 0; line < lines; line++)
+            __builtin_prefetch(reinterpret_cast<const char*>(ahead[i]) + line * CACHE_LINE, 0, 3);
+        const T* at = v[i] + d;
+        F row[N];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) row[n] = load(at + n * W);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            F weight = Simd::set(weights[r * KB + i]);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) acc[r][n] = Simd::fma(weight, row[n], acc[r][n]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) Simd::store(out[r] + d + n * W, acc[r][n]);
+}
+
+template <class T, int R>
+void value_rows(
+    const float* weights, const T* const* v, const T* const* ahead, int count, int padded, float* const* out,
+    const float* keep
+) {
+    constexpr int N = Simd::vectors;
+    int lines = ahead ? int(padded * sizeof(T)) / CACHE_LINE : 0;
+    int d = 0;
+    for (; d + N * W <= padded; d += N * W, lines = 0)
+        value_tile<T, R, N>(weights, v, ahead, count, d, out, keep, lines);
+    for (; d < padded; d += W, lines = 0) value_tile<T, R, 1>(weights, v, ahead, count, d, out, keep, lines);
+}
+
+// s -> c * log2(e) * tanh(s), where queries were scaled by scale / c.
+inline F capped(F s, F cap) {
+    F size = Simd::abs(s);
+    F e = Simd::exp2(Simd::mul(size, Simd::set(-2.0f * LOG2E)));
+    F large = Simd::div(Simd::sub(Simd::set(1.0f), e), Simd::add(Simd::set(1.0f), e));
+    F x2 = Simd::mul(s, s);
+    F series = Simd::set(-5.70498872745e-3f);
+    series = Simd::fma(series, x2, Simd::set(2.06390887954e-2f));
+    series = Simd::fma(series, x2, Simd::set(-5.37397155531e-2f));
+    series = Simd::fma(series, x2, Simd::set(1.33314422036e-1f));
+    series = Simd::fma(series, x2, Simd::set(-3.33332819422e-1f));
+    F small = Simd::fma(Simd::mul(series, x2), s, s);
+    return Simd::mul(Simd::select_less(size, Simd::set(0.625f), small, Simd::copy_sign(large, s)), cap);
+}
+
+class Walk {
+public:
+    Walk(const Call& call, const Class& cls, const int32_t* work, void* scratch)
+        : c(call), layout(call), tile(work[0]), head(work[1]), begin(work[2]), end(work[3]), part(work[4]) {
+        layout.place(s, static_cast<char*>(scratch));
+        padded = layout.padded;
+        slots = cls.slots;
+        tile_rows = cls.tile_rows + int64_t(tile) * slots;
+        while (slots > 0 && tile_rows[slots - 1] < 0) slots--;
+        scale = c.softcap > 0 ? c.scale / c.softcap : c.scale * LOG2E;
+    }
+
+    template <class T>
+    void run() {
+        int rows = slots * c.group;
+        for (int64_t i = 0; i < int64_t(rows) * padded; i++) s.out[i] = 0.0f;
+        for (int64_t i = 0; i < int64_t(rows) * W; i++) s.sum[i] = 0.0f;
+        for (int i = 0; i < rows; i++) s.top[i] = LOWEST;
+        Block<T> block;
+        clear(block);
+        int32_t run = -1;
+        int64_t stop = int64_t(end) * c.boxes;
+        for (int64_t e = int64_t(begin) * c.boxes; e < stop; e++) {
+            const int32_t* entry = c.entries + e * 4;
+            int32_t page = entry[0], position = entry[2];
+            int lo = entry[1] & 0xffff, hi = int(uint32_t(entry[1]) >> 16);
+            if (page < 0 || lo >= hi) continue;
+            if (entry[3] != run) {
+                bool same = run >= 0 && same_view(run, entry[3]);
+                run = entry[3];
+                if (!same) {
+                    finish(block, e, stop, lo);
+                    see(run);
+                }
+            }
+            if (!visible) continue;
+            hi = int(smaller(hi, widest - position + 1));
+            if (c.window) lo = int(larger(lo, narrowest - c.window + 1 - position));
+            while (lo < hi) {
+                lo = add(block, page, lo, hi, position);
+                if (block.count == KB) finish(block, e, stop, lo);
+            }
+        }
+        finish(block, stop, stop, 0);
+        write();
+    }
+
+private:
+    const Call& c;
+    Layout layout;
+    Scratch s;
+    int tile, head, begin, end, part;
+    int padded, slots;
+    const int32_t* tile_rows;
+    float scale;
+    int visible = 0;                   // rows that see the run
+    int64_t widest = 0, narrowest = 0;  // largest and smallest of their limits
+
+    template <class T>
+    static void clear(Block<T>& b) {
+        b.count = 0;
+        b.in_order = true;
+    }
+
+    int32_t delta_of(int32_t run, int slot) const {
+        const int32_t* r = c.runs + int64_t(run) * 2;
+        return r[1] < 0 ? r[0] : c.deltas[r[1] + slot];
+    }
+
+    bool same_view(int32_t a, int32_t b) const {
+        for (int i = 0; i < slots; i++)
+            if (delta_of(a, i) != delta_of(b, i)) return false;
+        return true;
+    }
+
+    // Which rows see a run, up to where, and their queries turned for it.
+    void see(int32_t run) {
+        visible = 0;
+        widest = -1;
+        narrowest = INT64_MAX;
+        for (int i = 0; i < slots; i++) {
+            int32_t delta = delta_of(run, i);
+            if (delta == INVISIBLE) continue;
+            int64_t at = c.q_positions[tile_rows[i]] - delta;
+            if (at < 0) continue;
+            widest = larger(widest, at);
+            narrowest = smaller(narrowest, at);
+            for (int g = 0; g < c.group; g++) {
+                s.row[visible] = i * c.group + g;
+                s.limit[visible] = at;
+                turn(tile_rows[i], g, at, s.queries + int64_t(visible) * padded);
+                visible++;
+            }
+        }
+    }
+
+    void turn(int64_t table_row, int g, int64_t at, float* to) const {
+        int64_t from = table_row * c.q_row + (int64_t(head) * c.group + g) * c.q_head;
+        int dim = c.head_dim, half = c.cos ? c.half : 0;
+        for (int i = 0; i < dim; i++) to[i] = load_as_float(c.q, from + i, c.q_dtype) * scale;
+        for (int i = dim; i < padded; i++) to[i] = 0.0f;
+        if (!half) return;
+        const float* cos = c.cos + smaller(at, c.rotary_length - 1) * half;
+        const float* sin = c.sin + smaller(at, c.rotary_length - 1) * half;
+        int step = c.interleaved ? 2 : 1, other = c.interleaved ? 1 : half;
+        for (int i = 0; i < half; i++) {
+            float a = to[i * step], b = to[i * step + other];
+            to[i * step] = a * cos[i] - b * sin[i];
+            to[i * step + other] = b * cos[i] + a * sin[i];
+        }
+    }
+
+    template <class T>
+    const T* row_of(int32_t page, int which, int row) const {
+        int64_t at = ((int64_t(page) * 2 + which) * c.num_kv_heads + head) * c.page_size + row;
+        return static_cast<const T*>(c.kv) + at * c.head_dim;
+    }
+
+    // Rows lo.. of a page, as many as fit; returns the first that did not.
+    template <class T>
+    int add(Block<T>& b, int32_t page, int lo, int hi, int32_t position) const {
+        int n = int(smaller(hi - lo, KB - b.count));
+        const T* k = row_of<T>(page, 0, lo);
+        const T* v = row_of<T>(page, 1, lo);
+        int32_t first = position + lo;
+        for (int i = 0; i < n; i++) {
+            b.k[b.count + i] = k + int64_t(i) * c.head_dim;
+            b.v[b.count + i] = v + int64_t(i) * c.head_dim;
+            b.position[b.count + i] = first + i;
+        }
+        if (b.count == 0) {
+            b.first = first;
+            b.last = first + n - 1;
+        } else {
+            b.in_order = b.in_order && first == b.last + 1;
+            b.first = first < b.first ? first : b.first;
+            b.last = first + n - 1 > b.last ? first + n - 1 : b.last;
+        }
+        b.count += n;
+        return lo + n;
+    }
+
+    // Score a block; `e` and `lo` say where the walk goes on, for prefetching.
+    template <class T>
+    void finish(Block<T>& b, int64_t e, int64_t stop, int lo) {
+        if (!b.count) return;
+        int valid = b.count;
+        while (b.count % W || b.count % 16) {  // repeated, their scores are overwritten
+            b.k[b.count] = b.k[valid - 1];
+            b.v[b.count] = b.v[valid - 1];
+            b.position[b.count] = INT32_MAX;
+            b.count++;
+        }
+        b.count = valid;
+        if (padded != c.head_dim) {
+            Block<float> staged;
+            stage(b, staged);
+            score<float>(staged, nullptr);
+        } else {
+            const T* ahead[KB];
+            look_ahead(e, stop, lo, ahead, b.k[valid - 1]);
+            score(b, ahead);
+        }
+        clear(b);
+    }
+
+    template <class T>
+    void look_ahead(int64_t e, int64_t stop, int lo, const T** ahead, const T* otherwise) const {
+        int n = 0;
+        for (; e < stop && n < KB; e++) {
+            const int32_t* entry = c.entries + e * 4;
+            int hi = int(uint32_t(entry[1]) >> 16);
+            if (lo < 0) lo = entry[1] & 0xffff;
+            if (entry[0] >= 0) {
+                const T* k = row_of<T>(entry[0], 0, 0);
+                for (; lo < hi && n < KB; lo++) ahead[n++] = k + int64_t(lo) * c.head_dim;
+            }
+            lo = -1;
+        }
+        for (; n < KB; n++) ahead[n] = otherwise;
+    }
+
+    template <class T>
+    void stage(const Block<T>& b, Block<float>& to) {
+        to.count = b.count;
+        to.first = b.first;
+        to.last = b.last;
+        to.in_order = b.in_order;
+        for (int i = 0; i < KB; i++) {
+            float* k = s.staged + int64_t(i) * 2 * padded;
+            to.k[i] = k;
+            to.v[i] = k + padded;
+            to.position[i] = i < b.count ? b.position[i] : INT32_MAX;
+            if (i >= b.count) {
+                for (int d = 0; d < 2 * padded; d++) k[d] = 0.0f;
+                continue;
+            }
+            for (int d = 0; d < padded; d++) {
+                k[d] = d < c.head_dim ? value(b.k[i][d]) : 0.0f;
+                k[padded + d] = d < c.head_dim ? value(b.v[i][d]) : 0.0f;
+            }
+        }
+    }
+
+    template <class T>
+    void score(const Block<T>& b, const T* const* ahead) {
+        if (visible <= STRIP) {
+            strip(b, b.v, ahead, 0, visible, false);
+            return;
+        }
+        for (int i = 0; i < b.count; i += W)
+            for (int d = 0; d < padded; d += W) {
+                F lanes[W];
+#pragma GCC unroll 16
+                for (int j = 0; j < W; j++) lanes[j] = load(b.k[i + j] + d);
+                Simd::transpose(lanes);
+#pragma GCC unroll 16
+                for (int j = 0; j < W; j++) Simd::store(s.keys + (d + j) * KB + i, lanes[j]);
+            }
+        if constexpr (std::is_same_v<T, float>) {
+            for (int r = 0; r < visible; r += STRIP)
+                strip<T, float>(b, b.v, nullptr, r, int(smaller(STRIP, visible - r)), true);
+        } else {
+            const float* rows[KB];
+            for (int i = 0; i < b.count; i++) {
+                float* row = s.values + int64_t(i) * padded;
+                for (int d = 0; d < padded; d += W) Simd::store(row + d, load(b.v[i] + d));
+                rows[i] = row;
+            }
+            for (int r = 0; r < visible; r += STRIP)
+                strip<T, float>(b, rows, nullptr, r, int(smaller(STRIP, visible - r)), true);
+        }
+    }
+
+    template <class T, class V>
+    void strip(const Block<T>& b, const V* const* v, const V* const* ahead, int r, int n, bool transposed) {
+        switch (n) {
+            case 1: return strip_of<T, V, 1>(b, v, ahead, r, transposed);
+            case 2: return strip_of<T, V, 2>(b, v, ahead, r, transposed);
+            case 3: return strip_of<T, V, 3>(b, v, ahead, r, transposed);
+            case 4: return strip_of<T, V, 4>(b, v, ahead, r, transposed);
+            case 5: return strip_of<T, V, 5>(b, v, ahead, r, transposed);
+            default: return strip_of<T, V, 6>(b, v, ahead, r, transposed);
+        }
+    }
+
+    // Rows r..r+R-1 of those that see the run, against one block: scores, masks, online softmax, values.
+    template <class T, class V, int R>
+    void strip_of(const Block<T>& b, const V* const* v, const V* const* ahead, int r, bool transposed) {
+        int64_t low = s.limit[r], high = s.limit[r];
+        for (int i = 1; i < R; i++) {
+            low = smaller(low, s.limit[r + i]);
+            high = larger(high, s.limit[r + i]);
+        }
+        if (high < b.first || (c.window && low - c.window >= b.last)) return;
+        int count = b.in_order ? int(smaller(b.count, high - b.first + 1)) : b.count;
+        bool masked = low < b.last || (c.window && high - c.window >= b.first);
+
+        const float* q = s.queries + int64_t(r) * padded;
+        if (transposed) {
+            score_rows<R>(q, padded, c.head_dim, s.keys, count, s.scores);
+        } else {
+            dot_rows<T, R>(q, b, count, padded, s.scores);
+        }
+        float* out[R];
+        float keep[R];
+        for (int i = 0; i < R; i++) {
+            float* scores = s.scores + i * KB;
+            for (int k = count; k % W; k++) scores[k] = -__builtin_inff();
+            if (c.softcap > 0) {
+                F cap = Simd::set(c.softcap * LOG2E);
+                for (int k = 0; k < count; k += W) Simd::store(scores + k, capped(load(scores + k), cap));
+                for (int k = count; k % W; k++) scores[k] = -__builtin_inff();
+            }
+            if (masked) mask(b, count, s.limit[r + i], scores);
+            int row = s.row[r + i];
+            keep[i] = soften(scores, count, s.top + row, s.sum + int64_t(row) * W);
+            out[i] = s.out + int64_t(row) * padded;
+        }
+        value_rows<V, R>(s.scores, v, ahead, count, padded, out, keep);
+    }
+
+    template <class T>
+    void mask(const Block<T>& b, int count, int64_t limit, float* scores) const {
+        int32_t to = int32_t(smaller(limit, INT32_MAX - 1));
+        int32_t after = c.window ? int32_t(larger(limit - c.window, -1)) : -1;
+        for (int k = 0; k < count; k++)
+            if (b.position[k] > to || b.position[k] <= after) scores[k] = -__builtin_inff();
+    }
+
+    // Scores -> weights relative to the new maximum; returns the factor on what was summed before.
+    static float soften(float* scores, int count, float* top, float* sum) {
+        F most = load(scores);
+        for (int k = W; k < count; k += W) most = Simd::max(most, load(scores + k));
+        float peak = Simd::reduce_max(most);
+        peak = peak > *top ? peak : *top;
+        F base = Simd::set(peak), total = Simd::zero();
+        for (int k = 0; k < count; k += W) {
+            F weight = Simd::exp2(Simd::sub(load(scores + k), base));
+            Simd::store(scores + k, weight);
+            total = Simd::add(total, weight);
+        }
+        float keep = peak == *top ? 1.0f : Simd::first(Simd::exp2(Simd::set(*top - peak)));
+        Simd::store(sum, Simd::fma(load(sum), Simd::set(keep), total));
+        *top = peak;
+        return keep;
+    }
+
+    void write() const {
+        int heads = c.num_kv_heads * c.group;
+        for (int i = 0; i < slots; i++) {
+            for (int g = 0; g < c.group; g++) {
+                int row = i * c.group + g, query_head = head * c.group + g;
+                const float* out = s.out + int64_t(row) * padded;
+                float sum = 0.0f, top = s.top[row];
+                for (int k = 0; k < W; k++) sum += s.sum[int64_t(row) * W + k];
+                float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
+                float lse2 = sum > 0.0f ? top + __builtin_log2f(sum) : -__builtin_inff();
+                if (sum != sum) factor = lse2 = sum;
+                if (part >= 0) {
+                    int64_t at = (int64_t(part) + i) * c.group + g;
+                    c.lse2_part[at] = lse2;
+                    store_row(c.o_part, at * c.head_dim, Dtype::f32, out, c.head_dim, factor);
+                    continue;
+                }
+                if (c.sinks) factor *= with_sink(c.sinks[query_head], &lse2);
+                int64_t at = int64_t(tile_rows[i]) * heads + query_head;
+                store_row(c.out, at * c.head_dim, c.q_dtype, out, c.head_dim, factor);
+                if (c.lse2) c.lse2[at] = lse2;
+            }
+        }
+    }
+};
+
+void run_work(const Call& c, const Class& cls, const int32_t* work, void* scratch) {
+    Walk walk(c, cls, work, scratch);
+    switch (c.kv_dtype) {
+        case Dtype::f32: return walk.run<float>();
+        case Dtype::bf16: return walk.run<Bf16>();
+        case Dtype::f16: return walk.run<F16>();
+    }
+}
+
+size_t scratch_bytes(const Call& c) { return Layout(c).bytes; }
+
+}  // namespace
+}  // namespace dagengine::cpu
