@@ -16,6 +16,9 @@ from dagengine_kernels.fused.cuda.vectors import HeadLayout
 MOVE_FIELDS = 8
 """page, row, count, row of the table (-1: leave K as it is), destination page, destination row, two unused."""
 
+THREADS, UNROLL = 256, 2
+"""Threads of a block (half where a page has no rows for more), and rows that each of them has under way."""
+
 BLOCK_BYTES = 16384
 """K bytes that a block should move at least: small pages share a block's kv heads."""
 
@@ -58,7 +61,8 @@ def transform(
     if not len(moves):
         return
     kv_heads, page_size, dim = kv_layer.shape[2:]
-    threads = 256 if page_size * layout.lanes > 128 else 128
+    threads = THREADS if page_size * layout.lanes > THREADS // 2 else THREADS // 2
+    unroll = max(1, min(UNROLL, page_size * layout.lanes // threads))
     head_bytes = page_size * dim * kv_layer.element_size()
     heads_per_block = max(1, min(kv_heads, BLOCK_BYTES // head_bytes))
     params = _Params(
@@ -73,7 +77,12 @@ def transform(
         kv_heads=kv_heads,
         page_size=page_size,
     )
-    found = kernel("transform", "transform", {**layout.macros(), "THREADS": threads}, kv_layer.device.index)
+    found = kernel(
+        "transform",
+        "transform",
+        {**layout.macros(), "THREADS": threads, "UNROLL": unroll},
+        kv_layer.device.index,
+    )
     stream = torch.cuda.current_stream(kv_layer.device).cuda_stream
     grid = (len(moves), -(-kv_heads // heads_per_block), 1)
     found.launch(grid, (threads, 1, 1), 0, stream, params, pdl=pdl)
@@ -100,6 +109,7 @@ def variants() -> tuple[Variant, ...]:
             ("VEC", vec),
             ("LANES", lanes),
             ("THREADS", threads),
+            ("UNROLL", 2 * threads // THREADS),
         )
         listed.append(Variant("transform", "transform", macros))
     return tuple(listed)

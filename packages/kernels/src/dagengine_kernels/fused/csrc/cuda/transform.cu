@@ -2,7 +2,7 @@
 //
 // A move is a run of rows of one page; a block takes one move and some kv heads, LANES threads take a row. The angles of
 // a move are the same for all of its rows, so they stay in registers. The destination has strides: pages, or gathered
-// rows. Configured by rotary.cuh, and THREADS.
+// rows. Configured by rotary.cuh, THREADS, and UNROLL (rows that a thread has under way).
 #include "rotary.cuh"
 
 struct Move {
@@ -21,7 +21,6 @@ struct Params {
 };
 
 constexpr int ROWS_AT_ONCE = THREADS / LANES;
-constexpr int UNROLL = 2;
 
 extern "C" __global__ void __launch_bounds__(THREADS) transform(const __grid_constant__ Params p) {
     let_next_kernel_start();
