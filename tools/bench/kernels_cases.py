@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dagengine_kernels import DELTA, HI, LO, PAGE, STORED, SegmentTable, SequenceSegments
+from dagengine_kernels.graph_cases import graph_case
 
 Extent = tuple[int, int, int, int, int]
 
@@ -97,7 +98,7 @@ class Case:
 
     Attributes:
         name: as in reports, predictions and bars.
-        group: which of `--cases` names it: graph, decode, prefill, fanout, segments, shapes.
+        group: what `--cases` calls it together with others, one of GROUPS.
         page_size: tokens per page.
         build: makes the table of a page size.
         rivals: names of baselines (kernels_baselines) that are raced in the same run.
@@ -341,37 +342,34 @@ def other_cases() -> list[Case]:
     return listed
 
 
-def graph_cases() -> list[Case]:
-    """The five graph cases, built by the package that its planner's tests use."""
-    from dagengine_kernels import graph_cases as graphs
+def graph(name: str) -> Callable[[int], SegmentTable]:
+    """One of the package's graph cases: the same batches as its planner's tests."""
+    return lambda page_size: graph_case(name, page_size=page_size, own=OWN).to_segments()
 
+
+def graph_cases() -> list[Case]:
+    """The five graph cases; the control paths and the ablation run on the one that shares across orders."""
     listed = []
     for name in GRAPHS:
         rivals = (*PAGED, CASCADE) if name in TREES else PAGED
-        listed.append(
-            Case(name, "graph", graphs.builder(name), rivals=rivals, controls=name == "own-order", bar=True)
-        )
+        listed.append(Case(name, "graph", graph(name), rivals=rivals, controls=name == "own-order", bar=True))
     return listed
 
 
 GRAPHS = ("own-order", "same-order", "subsets", "judges", "artifacts")
 TREES = ("same-order", "judges", "artifacts")
-GROUPS = ("graph", "decode", "prefill", "data", "shapes", "segments", "fanout", "matrix")
+GROUPS = ("checks", "graph", "decode", "prefill", "data", "shapes", "segments", "fanout", "matrix")
 
 
-@dataclass
-class Matrix:
-    """All cases, those that a bar reads first, each group in its order."""
+def matrix(wanted: Sequence[str] = ()) -> list[Case]:
+    """The cases of the groups or with the names in `wanted` (all by default), those that a bar reads first.
 
-    cases: list[Case] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, wanted: Sequence[str] = ()) -> Matrix:
-        """The cases of the groups or with the names in `wanted` (all by default). Raises ValueError for neither."""
-        everything = [*graph_cases(), *decode_cases(), *prefill_cases(), *other_cases()]
-        known = {case.name for case in everything} | set(GROUPS)
-        unknown = [name for name in wanted if name not in known]
-        if unknown:
-            raise ValueError(f"no case or group is called {', '.join(unknown)}; groups: {', '.join(GROUPS)}")
-        chosen = [c for c in everything if not wanted or c.name in wanted or c.group in wanted]
-        return cls([*(c for c in chosen if c.bar), *(c for c in chosen if not c.bar)])
+    Raises: ValueError for a name that is neither.
+    """
+    everything = [*graph_cases(), *decode_cases(), *prefill_cases(), *other_cases()]
+    known = {case.name for case in everything} | set(GROUPS)
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ValueError(f"no case or group is called {', '.join(unknown)}; groups: {', '.join(GROUPS)}")
+    chosen = [c for c in everything if not wanted or c.name in wanted or c.group in wanted]
+    return [*(c for c in chosen if c.bar), *(c for c in chosen if not c.bar)]

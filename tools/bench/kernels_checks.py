@@ -15,16 +15,21 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bench.kernels_tables import BATCHES, MAX, Batch
 from dagengine_kernels import (
+    PAGE,
     AttentionBackend,
     AttentionShape,
     KernelError,
     RotaryTable,
+    SegmentTable,
+    SequenceSegments,
     build_table,
+    get_backend,
     rotate,
 )
 from dagengine_kernels.rotary import exact_rows, expand_rows, turn
@@ -32,6 +37,7 @@ from dagengine_kernels.rotary import exact_rows, expand_rows, turn
 FACTOR = 1.25
 LSE2 = 0.087
 LEAST = 2e-5
+CHECKED_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,28 @@ class Checked:
     def ratio(self) -> float:
         """Error over that of ordinary attention; 0 where both are below what rounding explains."""
         return self.error / max(self.ordinary, LEAST)
+
+
+def as_row(checked: Checked, backend: str) -> dict[str, object]:
+    """What a report keeps of it."""
+    return {
+        "backend": backend,
+        "batch": checked.batch,
+        "config": str(checked.config),
+        "error": _finite(checked.error),
+        "ordinary": checked.ordinary,
+        "ratio": _finite(checked.ratio),
+        "lse2": _finite(checked.lse2),
+        "same": checked.same,
+        "clean": checked.clean,
+        "refused": checked.refused,
+        "failed": checked.failed,
+        "passed": checked.passed,
+    }
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 1e9
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +231,36 @@ def attend(x: Inputs, rounded: torch.dtype | None) -> tuple[Tensor, Tensor]:
         out[rows] = put(result).double()
         lse2[rows] = (top.double() + total.double().log()) / math.log(2)
     return out, lse2
+
+
+def truth_of(
+    table: SegmentTable, shape: AttentionShape, rotary: RotaryTable | None, q: Tensor, pages: Tensor
+) -> dict[int, Tensor]:
+    """float64 results for cached K as it lies: the last rows of the first and of the last sequence.
+
+    Returns: {first row: out [n, Hq, D]}.
+    """
+    found = {}
+    for b in {0, table.num_sequences - 1}:
+        start, stop = int(table.q_indptr[b]), int(table.q_indptr[b + 1])
+        first = max(start, stop - CHECKED_ROWS)
+        extents = table.extents[table.extent_indptr[b] : table.extent_indptr[b + 1]].copy()
+        used, extents[:, PAGE] = np.unique(extents[:, PAGE], return_inverse=True)
+        sequence = SequenceSegments(int(table.q_positions[first]), stop - first, extents.tolist())
+        alone = SegmentTable.from_sequences([sequence], page_size=table.page_size, num_pages=len(used))
+        reference = get_backend("reference")
+        plan = reference.plan(alone, shape, rotary, device=q.device, dtype=torch.float64)
+        chosen = pages[torch.from_numpy(used).to(pages.device)].double()
+        out = reference.run(plan, 0, q[first:stop].double(), chosen)
+        assert isinstance(out, Tensor)
+        found[first] = out
+    return found
+
+
+def error_of(out: Tensor, truth: dict[int, Tensor]) -> float:
+    """‖out − truth‖ / ‖truth‖ over the rows that `truth` holds."""
+    have = torch.cat([out[first : first + len(want)].double() for first, want in truth.items()])
+    return relative(have, torch.cat(list(truth.values())))
 
 
 def relative(have: Tensor, want: Tensor) -> float:

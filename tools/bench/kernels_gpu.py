@@ -30,14 +30,12 @@ from dagengine_kernels import (
     Plan,
     RotaryTable,
     SegmentTable,
-    SequenceSegments,
     build_table,
     get_backend,
 )
 
 MEMORY_BYTES = 24 << 30
 MOST_SETS = 24
-CHECKED_ROWS = 16
 ERROR_BOUND = 2e-2
 DEVICE = "cuda"
 MERGE_CASES = ("own-order", "decode 1x91424", "decode 32x8192")
@@ -130,22 +128,8 @@ def check_implementations(bench: Bench, names: Iterable[str]) -> None:
             with bench.journal.step(step):
                 for batch in BATCHES:
                     result = checks.check(make, batch, config, DEVICE)
-                    bench.journal.add(
-                        checked={
-                            "backend": make().implementation,
-                            "batch": batch,
-                            "config": str(config),
-                            "error": result.error,
-                            "ordinary": result.ordinary,
-                            "ratio": result.ratio,
-                            "lse2": result.lse2,
-                            "same": result.same,
-                            "clean": result.clean,
-                            "refused": result.refused,
-                            "failed": result.failed,
-                            "passed": result.passed,
-                        }
-                    )
+                    shown = make().implementation
+                    bench.journal.add(checked=checks.as_row(result, shown))
 
 
 def make_backend(name: str) -> AttentionBackend:
@@ -213,7 +197,7 @@ def run_case(bench: Bench, case: Case, names: Sequence[str]) -> None:
                 contender = make()
                 out = contender.run(0)
                 if truth is None:
-                    truth = truth_of(table, shape, rotary, q, pools[0])
+                    truth = checks.truth_of(table, shape, rotary, q, pools[0])
                 if contender.backend is not None:
                     note_error(journal, case, contender, out, truth)
                     note_memory(journal, case, contender)
@@ -319,50 +303,10 @@ def baselines(
     return [(name, partial(contender, make)) for name, make in makers]
 
 
-def truth_of(
-    table: SegmentTable, shape: AttentionShape, rotary: RotaryTable, q: Tensor, pool: Tensor
-) -> dict[int, Tensor]:
-    """float64 results of the last rows of the first and the last sequence: {first row: out [n, Hq, D]}."""
-    found = {}
-    for b in {0, table.num_sequences - 1}:
-        start, stop = int(table.q_indptr[b]), int(table.q_indptr[b + 1])
-        first = max(start, stop - CHECKED_ROWS)
-        mine = table.extents[table.extent_indptr[b] : table.extent_indptr[b + 1]]
-        sequence = SequenceSegments(
-            int(table.q_positions[first]), stop - first, [tuple(e) for e in mine.tolist()]
-        )
-        alone = SegmentTable.from_sequences([sequence], page_size=table.page_size, num_pages=table.num_pages)
-        reference = get_backend("reference")
-        plan = reference.plan(alone, shape, rotary, device=DEVICE, dtype=torch.float64)
-        pages = mine[:, 0].tolist()
-        kept = torch.zeros(1, dtype=torch.float64, device=DEVICE).expand(pool.shape)
-        del kept
-        compact, renumbered = compacted(alone, pages, pool)
-        plan = reference.plan(renumbered, shape, rotary, device=DEVICE, dtype=torch.float64)
-        out = reference.run(plan, 0, q[first:stop].double(), compact)
-        assert isinstance(out, Tensor)
-        found[first] = out
-    return found
-
-
-def compacted(table: SegmentTable, pages: Sequence[int], pool: Tensor) -> tuple[Tensor, SegmentTable]:
-    """The pages that a table of one sequence names, in float64, and the table that points into them."""
-    from dataclasses import replace
-
-    import numpy as np
-
-    unique, inverse = np.unique(np.array(pages), return_inverse=True)
-    extents = table.extents.copy()
-    extents[:, 0] = inverse
-    chosen = pool[torch.from_numpy(unique).to(pool.device)].double()
-    return chosen, replace(table, extents=extents, num_pages=len(unique))
-
-
 def note_error(
     journal: Journal, case: Case, contender: Contender, out: Tensor, truth: dict[int, Tensor]
 ) -> None:
-    have = torch.cat([out[first : first + len(want)].double() for first, want in truth.items()])
-    error = checks.relative(have, torch.cat(list(truth.values())))
+    error = checks.error_of(out, truth)
     if not error <= ERROR_BOUND:
         journal.note(f"WRONG RESULT: {case.name}, {contender.name}: error {error:.3g} against float64.")
     shown = error if error == error else 1e9
@@ -381,8 +325,8 @@ def note_merge(bench: Bench, case: Case, contender: Contender) -> None:
 
     repeats = 10
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for i in range(repeats):
-            contender.run(i % 1)
+        for _ in range(repeats):
+            contender.run(0)
         torch.cuda.synchronize()
     merge = total = 0.0
     for event in seen.key_averages():

@@ -66,14 +66,14 @@ class Journal:
         self.add(end=name)
 
 
-def supervise(command: Sequence[str], file: Path, seconds: float) -> None:
+def supervise(command: Sequence[str], file: Path, seconds: float, env: dict[str, str]) -> None:
     """Run `command` until it ends by itself, starting it again after a step that killed or stopped it.
 
     It is given at most `seconds` in all; what it wrote stays.
     """
     stop = time.monotonic() + seconds
     while True:
-        process = subprocess.Popen(command)
+        process = subprocess.Popen(command, env=env)
         seen, changed = -1, time.monotonic()
         while process.poll() is None:
             time.sleep(0.5)
