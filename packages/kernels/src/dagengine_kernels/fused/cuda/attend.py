@@ -17,7 +17,7 @@ from torch import Tensor
 from dagengine_kernels.backend import AttentionShape, Capabilities
 from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
 from dagengine_kernels.fused.cuda import driver
-from dagengine_kernels.fused.cuda.merge import merge_parts
+from dagengine_kernels.fused.cuda.merge import MergeLists, merge_parts
 from dagengine_kernels.fused.executor import Executor, FusedPlan
 from dagengine_kernels.fused.plan import PlanParameters
 from dagengine_kernels.lse import LOG2E
@@ -27,6 +27,7 @@ from dagengine_kernels.segments import SegmentTable
 THREADS = 384
 SHARED_BYTES = 227 * 1024
 NARROW, WIDE = 64, 128
+EXTRA: dict[str, int] = {}
 
 
 class AttendParams(ctypes.Structure):
@@ -110,6 +111,7 @@ def macros(
         "INTERLEAVED": int(rotary is not None and rotary.pairing == "interleaved"),
         "SOFTCAP": int(shape.softcap is not None),
         "WINDOW": int(shape.window is not None),
+        **EXTRA,
     }
 
 
@@ -182,9 +184,10 @@ class CudaExecutor(Executor):
         ints = host.to(device)
         base = ints.data_ptr()
         rotary = self._rotary_on(plan.rotary, device)
-        parts = max(arrays.num_parts, 1) * shape.group
-        o_part = torch.empty(parts, shape.head_dim, dtype=torch.float32, device=device)
+        parts = (max(arrays.num_parts, 1), shape.group)
+        o_part = torch.empty(*parts, shape.head_dim, dtype=torch.float32, device=device)
         lse2_part = torch.empty(parts, dtype=torch.float32, device=device)
+        lists = [ints[places[n] : places[n] + getattr(arrays, n).size] for n in names[3:]]
         launches = []
         for c, at in zip(arrays.classes, of_class, strict=True):
             geometry = Geometry(c.rows_per_tile, plan.table.page_size, arrays.boxes, shape.head_dim)
@@ -208,6 +211,7 @@ class CudaExecutor(Executor):
         plan.loaded.update(
             ints=ints,
             places=places,
+            merge=MergeLists(*lists),
             o_part=o_part,
             lse2_part=lse2_part,
             rotary=rotary,
@@ -232,7 +236,9 @@ class CudaExecutor(Executor):
             params.sinks = 0 if sinks is None else sinks.data_ptr()
             kernel.launch((grid, 1, 1), (THREADS, 1, 1), smem_bytes, stream, params)
         if len(arrays.merge_rows):
-            merge_parts(plan, out, lse2, sinks)
+            merge_parts(
+                loaded["merge"], loaded["o_part"], loaded["lse2_part"], out, lse2, sinks, stream=stream
+            )
         return out, lse2
 
     def temp_bytes(self, plan: FusedPlan) -> int:
@@ -282,7 +288,7 @@ class _Upload:
         return at
 
     def to(self, device: torch.device) -> Tensor:
-        host = torch.empty(max(self._length, 4), dtype=torch.int32, pin_memory=True)
+        host = torch.empty(max(self._length, 4), dtype=torch.int32, pin_memory=device.type == "cuda")
         view = host.numpy()
         for at, array in self._arrays:
             view[at : at + array.size] = array.reshape(-1)

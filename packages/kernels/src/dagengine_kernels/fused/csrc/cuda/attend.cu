@@ -11,6 +11,12 @@
 // (fp16 instead of bf16), ROTARY_DIM (0: none; a multiple of 16), INTERLEAVED 0|1, SOFTCAP 0|1, WINDOW 0|1.
 // Knows no requests; positions only as the integers of the plan.
 
+#ifndef PINGPONG
+#define PINGPONG 0
+#endif
+#ifndef EVICT
+#define EVICT 0
+#endif
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -29,7 +35,7 @@ constexpr int STEPS_D = D / 16;
 constexpr int STEPS_K = KEYS / 16;
 constexpr int INVISIBLE = -2147483647 - 1;
 constexpr int LAST = 1, PARTIAL = 2;
-constexpr float MINUS_INF = -__builtin_huge_valf();
+#define MINUS_INF __int_as_float(0xff800000)
 
 struct alignas(64) TensorMap { char opaque[128]; };
 
@@ -85,7 +91,11 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
 __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 bar, int column, int head, int page) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+#if EVICT
+        ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(0), "r"(head), "r"(page), "l"(0x12F0000000000000ull)
+#else
         " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(0), "r"(head), "r"(page)
+#endif
         : "memory");
 }
 
@@ -407,6 +417,16 @@ __device__ __forceinline__ void group_sync() {
     asm volatile("bar.sync %0, 128;" ::"n"(GROUP_INDEX + 1) : "memory");
 }
 
+// Two consumer groups of one stream issue their products in turns, so that one's softmax runs under the other's products.
+template <int GROUP_INDEX>
+__device__ __forceinline__ void take_turn() {
+    if (PINGPONG && CONSUMERS == 2) asm volatile("bar.sync %0, 256;" ::"n"(GROUP_INDEX + 3) : "memory");
+}
+template <int GROUP_INDEX>
+__device__ __forceinline__ void pass_turn() {
+    if (PINGPONG && CONSUMERS == 2) asm volatile("bar.arrive %0, 256;" ::"n"(GROUP_INDEX + 3) : "memory");
+}
+
 __device__ __forceinline__ void softmax(
     const Params& p, float (&s)[S_REGS], Row& r0, Row& r1, float& alpha0, float& alpha1, float unit) {
 #if SOFTCAP
@@ -522,6 +542,13 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
 #pragma unroll
         for (int i = 0; i < O_REGS; ++i) o[i] = 0.f;
 
+        // A warp whose rows are all padding takes part in the products only.
+        const bool idle = !__any_sync(~0u, r0.index >= 0 || r1.index >= 0);
+#pragma unroll
+        for (int j = 0; j < STEPS_K; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) weights[j][i] = 0;
+
         barrier_wait(sh.k_full(ring.stage), ring.parity);
         Header header = sh.headers[ring.stage];
         int2 now = p.runs[header.run];
@@ -532,11 +559,13 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
         mma_commit();
         mma_wait<0>();
         hold(s);
-        mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, t);
+        if (!idle) mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, t);
         __syncwarp();
         if (lane == 0) barrier_arrive(sh.k_empty(ring.stage));
-        softmax(p, s, r0, r1, alpha0, alpha1, unit);
-        pack_weights(weights, s);
+        if (!idle) {
+            softmax(p, s, r0, r1, alpha0, alpha1, unit);
+            pack_weights(weights, s);
+        }
         Ring behind = ring;
         ring.next();
 
@@ -551,22 +580,26 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
                 enter_run(p, r1, a, 1, now, t);
             }
             hold(o);
+            take_turn<GROUP_INDEX>();
             mma_fence();
             scores(s, a, sh.k(ring.stage));
             mma_commit();
             weighted(o, weights, sh.v(behind.stage));
             mma_commit();
+            pass_turn<1 - GROUP_INDEX>();
             mma_wait<1>();
             hold(s);
-            mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, t);
+            if (!idle) mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, t);
             __syncwarp();
             if (lane == 0) barrier_arrive(sh.k_empty(ring.stage));
-            softmax(p, s, r0, r1, alpha0, alpha1, unit);
+            if (!idle) softmax(p, s, r0, r1, alpha0, alpha1, unit);
             mma_wait<0>();
             hold(o);
             if (lane == 0) barrier_arrive(sh.v_empty(behind.stage));
-            pack_weights(weights, s);
-            rescale(o, alpha0, alpha1);
+            if (!idle) {
+                pack_weights(weights, s);
+                rescale(o, alpha0, alpha1);
+            }
             behind = ring;
             ring.next();
         }
@@ -614,6 +647,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend(const __grid_constan
         consume<0>(p, stream(memory, 0), blockIdx.x * STREAMS, row_of(threadIdx.x, 0), threadIdx.x & 127);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        pass_turn<0>();
         constexpr int SECOND = STREAMS - 1;   // the stream of the second group
         consume<1>(p, stream(memory, SECOND), blockIdx.x * STREAMS + SECOND, row_of(threadIdx.x, 64 * (CONSUMERS - 1)),
                    threadIdx.x & 127);
