@@ -2,19 +2,20 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
+
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dagengine_kernels import KernelError
+
 from dagengine_kernels.fused import planner_twin
+from dagengine_kernels.fused.native import why_missing
 from dagengine_kernels.fused.plan import INVISIBLE, PlanArrays, PlanParameters
-from dagengine_kernels.fused.planner import balance, plan_spans, plan_table
-from dagengine_kernels.fused.spans import SequenceSpans, SpanTable
-from dagengine_kernels.graph_cases import GRAPH_CASES, graph_case
+from dagengine_kernels.fused.planner import balance, implementation, plan_spans, plan_table
+from dagengine_kernels.fused.spans import SequenceSpans, SpanTable, to_spans
+
 
 H200 = PlanParameters(group=4, num_kv_heads=8, rows_per_tile=(64, 128), workers=(264, 132), boxes=1)
 
@@ -185,3 +186,41 @@ def test_a_plan_walks_exactly_what_each_row_sees(seed):
     for row, heads in enumerate(walked(arrays, parameters, table.q_positions, table.num_rows)):
         for tokens in heads:
             assert tokens == want[row]
+
+
+def assert_equal(one: PlanArrays, other: PlanArrays) -> None:
+    for name in PlanArrays.__dataclass_fields__:
+        a, b = getattr(one, name), getattr(other, name)
+        if name == "classes":
+            assert [c.rows_per_tile for c in a] == [c.rows_per_tile for c in b]
+            pairs = [
+                (getattr(x, part), getattr(y, part))
+                for x, y in zip(a, b, strict=True)
+                for part in ("tile_rows", "works", "work_indptr")
+            ]
+        else:
+            pairs = [(a, b)]
+        for x, y in pairs:
+            if isinstance(x, np.ndarray):
+                assert x.dtype == y.dtype == np.int32 and x.shape == y.shape, name
+            assert np.array_equal(x, y), name
+
+
+needs_native = pytest.mark.skipif(implementation() == "twin", reason=f"no C++ planner: {why_missing()}")
+
+
+@needs_native
+@example
+@given(seeds)
+def test_the_planner_in_cpp_gives_what_its_twin_gives(seed):
+    rng = random.Random(seed)
+    table, reserve = random_batch(rng)
+    parameters = random_parameters(rng)
+    assert_equal(
+        plan_spans(table, parameters, reserve=reserve), planner_twin.plan_spans(table, parameters, reserve)
+    )
+    segments = table.to_segments()
+    assert_equal(
+        plan_table(segments, parameters, reserve=reserve),
+        planner_twin.plan_spans(to_spans(segments), parameters, reserve),
+    )

@@ -6,14 +6,18 @@ What is planned depends on what sequences see, not on the order in which they se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
 from dagengine_kernels.fused import planner_twin
-from dagengine_kernels.fused.plan import WORK_BEGIN, WORK_END, PlanArrays, PlanParameters
-from dagengine_kernels.fused.spans import SpanTable, to_spans
+from dagengine_kernels.fused.native import load, why_missing
+from dagengine_kernels.fused.plan import WORK_BEGIN, WORK_END, PlanArrays, PlanClass, PlanParameters
+from dagengine_kernels.fused.spans import SpanTable, check_page_size, indptr, to_spans
 from dagengine_kernels.segments import SegmentTable
 
 MAX_HEIGHTS = 2
@@ -22,8 +26,16 @@ MAX_HEIGHTS = 2
 def plan_table(
     table: SegmentTable, parameters: PlanParameters, *, reserve: Sequence[Sequence[int]] | None = None
 ) -> PlanArrays:
-    """Plan a valid SegmentTable: as `plan_spans` of `to_spans(table)`."""
-    return plan_spans(to_spans(table), parameters, reserve=reserve)
+    """Plan a valid SegmentTable: gives what `plan_spans` gives for `spans.to_spans(table)`."""
+    check_parameters(parameters)
+    check_page_size(table.page_size)
+    check_reserve(table.q_indptr, table.extent_indptr, reserve)
+    native = _native()
+    if native is None:
+        return planner_twin.plan_spans(to_spans(table), parameters, reserve)
+    arrays = (table.q_indptr, table.q_positions, table.extent_indptr, table.extents)
+    sizes = (table.page_size, table.num_pages)
+    return _call(native.plan_table, table, arrays, sizes, parameters, reserve)
 
 
 def plan_spans(
@@ -46,9 +58,79 @@ def plan_spans(
         KernelError: invalid_argument for parameters or `reserve`, invalid_segment_table for `spans`.
     """
     check_parameters(parameters)
-    spans.validate()
-    check_reserve(spans, reserve)
-    return planner_twin.plan_spans(spans, parameters, reserve)
+    check_reserve(spans.q_indptr, spans.span_indptr, reserve)
+    native = _native()
+    if native is None:
+        spans.validate()
+        return planner_twin.plan_spans(spans, parameters, reserve)
+    arrays = (
+        spans.q_indptr,
+        spans.q_positions,
+        spans.list_indptr,
+        spans.list_pages,
+        spans.span_indptr,
+        spans.spans,
+    )
+    return _call(native.plan_spans, spans, arrays, (spans.page_size,), parameters, reserve)
+
+
+def implementation() -> str:
+    """Which planner runs here: ``native`` or ``twin``."""
+    return "twin" if _native() is None else "native"
+
+
+@cache
+def _native() -> Any:
+    return None if why_missing() else load().planner
+
+
+def _call(
+    function: Callable[..., tuple[Any, ...]],
+    table: SpanTable | SegmentTable,
+    arrays: tuple[NDArray[Any], ...],
+    sizes: tuple[int, ...],
+    parameters: PlanParameters,
+    reserve: Sequence[Sequence[int]] | None,
+) -> PlanArrays:
+    """Call the C++ planner. It takes only valid tables: what it refuses is checked again, for a good message."""
+    given = (
+        parameters.group,
+        parameters.num_kv_heads,
+        parameters.rows_per_tile,
+        parameters.workers,
+        parameters.boxes,
+        parameters.window,
+        parameters.min_chunk,
+        parameters.work_cost,
+        parameters.wide_cost,
+    )
+    pages = None
+    if reserve is not None:
+        listed = np.array([page for one in reserve for page in one], np.int32)
+        pages = (indptr([len(one) for one in reserve]), listed)
+    try:
+        made = function(*arrays, *sizes, given, pages)
+    except (TypeError, ValueError):
+        table.validate()
+        made = function(*map(np.ascontiguousarray, arrays), *sizes, given, pages)
+    entries, runs, deltas, classes, merge_rows, merge_indptr, merge_parts, num_parts, tails, read, unique = (
+        made
+    )
+    return PlanArrays(
+        entries=entries,
+        runs=runs,
+        deltas=deltas,
+        classes=tuple(PlanClass(*one) for one in classes),
+        merge_rows=merge_rows,
+        merge_indptr=merge_indptr,
+        merge_parts=merge_parts,
+        num_parts=num_parts,
+        tails=tails,
+        boxes=parameters.boxes,
+        page_size=table.page_size,
+        tokens_read=read,
+        tokens_unique=unique,
+    )
 
 
 def balance(arrays: PlanArrays, parameters: PlanParameters) -> list[tuple[int, float]]:
@@ -84,19 +166,19 @@ def check_parameters(parameters: PlanParameters) -> None:
         raise KernelError(INVALID_ARGUMENT, f"must be positive, not {parameters.wide_cost}", "wide_cost")
 
 
-def check_reserve(spans: SpanTable, reserve: Sequence[Sequence[int]] | None) -> None:
+def check_reserve(
+    q_indptr: NDArray[np.int32], listed_indptr: NDArray[np.int32], reserve: Sequence[Sequence[int]] | None
+) -> None:
     """Raises KernelError (invalid_argument) for pages reserved for a sequence that cannot grow into them."""
     if reserve is None:
         return
-    if len(reserve) != spans.num_sequences:
-        message = f"must name pages for each of {spans.num_sequences} sequences, names {len(reserve)}"
+    if len(reserve) != len(q_indptr) - 1:
+        message = f"must name pages for each of {len(q_indptr) - 1} sequences, names {len(reserve)}"
         raise KernelError(INVALID_ARGUMENT, message, "reserve")
-    rows, counts = np.diff(spans.q_indptr), np.diff(spans.span_indptr)
+    rows, counts = np.diff(q_indptr), np.diff(listed_indptr)
     for sequence, pages in enumerate(reserve):
         if len(pages) and (rows[sequence] != 1 or not counts[sequence]):
-            message = (
-                f"has {rows[sequence]} rows and {counts[sequence]} spans: only one row that sees some grows"
-            )
+            message = f"has {rows[sequence]} rows and lists {counts[sequence]} spans: it cannot grow"
             raise KernelError(INVALID_ARGUMENT, message, f"reserve[{sequence}]")
         if len(pages) and min(pages) < 0:
             raise KernelError(INVALID_ARGUMENT, "pages must not be negative", f"reserve[{sequence}]")

@@ -1,0 +1,25 @@
+// The module `dagengine_kernels._native`: one submodule for each part that this build has.
+#include <pybind11/pybind11.h>
+
+namespace py = pybind11;
+
+void bind_planner(py::module_& module);
+#ifdef DAGENGINE_HAS_CPU
+void bind_cpu(py::module_& module);
+#endif
+#ifdef DAGENGINE_HAS_CUDA
+void bind_cuda(py::module_& module);
+#endif
+
+PYBIND11_MODULE(_native, module) {
+    auto planner = module.def_submodule("planner");
+    bind_planner(planner);
+#ifdef DAGENGINE_HAS_CPU
+    auto cpu = module.def_submodule("cpu");
+    bind_cpu(cpu);
+#endif
+#ifdef DAGENGINE_HAS_CUDA
+    auto cuda = module.def_submodule("cuda");
+    bind_cuda(cuda);
+#endif
+}

@@ -1,0 +1,110 @@
+// The planner: spans of many sequences -> row-masked query tiles, their walks, equal shares of them, merge lists.
+// Knows integers only; no Python, no tensors. fused/plan.py has the format, fused/planner_twin.py the method, step by
+// step: both give exactly the same arrays.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace dagengine::planner {
+
+using Ints = std::vector<int32_t>;
+
+struct Span {
+    int32_t list, start, stop, stored, delta;
+};
+
+struct Entry {
+    int32_t page, rows, pos0, run;
+};
+
+struct Run {
+    int32_t delta, vec;
+};
+
+struct Work {
+    int32_t tile, head, begin, end, part;
+};
+
+struct Tail {
+    int32_t entry, room;
+};
+
+// A batch: the arrays of SpanTable (fused/spans.py), which outlive the planning.
+struct Batch {
+    const int32_t* q_indptr;
+    int64_t sequences;
+    const int64_t* q_positions;
+    int64_t rows;
+    const int32_t* list_indptr;
+    int64_t lists;
+    const int32_t* list_pages;
+    int64_t pages;
+    const int32_t* span_indptr;
+    const Span* spans;
+    int64_t num_spans;
+    int64_t page_size;
+};
+
+// PAGE, LO, HI, STORED, DELTA of a SegmentTable.
+struct Extent {
+    int32_t page, lo, hi, stored, delta;
+};
+
+// The spans and page lists of a segment table's extents.
+struct Spans {
+    Ints list_indptr, list_pages, span_indptr;
+    std::vector<Span> spans;
+};
+
+struct Parameters {
+    int64_t group, heads;
+    std::vector<int64_t> heights, workers;
+    int64_t boxes;
+    int64_t window;  // 0: none
+    int64_t min_chunk, work_cost;
+    double wide_cost;
+};
+
+// Pages that each sequence will grow into: indptr [sequences + 1], or null where the plan is for one step.
+struct Reserve {
+    const int32_t* indptr = nullptr;
+    const int32_t* pages = nullptr;
+};
+
+struct Class {
+    int64_t height;
+    int64_t slots;
+    Ints tile_rows;
+    std::vector<Work> works;
+    Ints work_indptr;
+};
+
+struct Plan {
+    std::vector<Entry> entries;
+    std::vector<Run> runs;
+    Ints deltas;
+    std::vector<Class> classes;
+    Ints merge_rows, merge_indptr, merge_parts;
+    std::vector<Tail> tails;
+    int64_t num_parts = 0, tokens_read = 0, tokens_unique = 0;
+};
+
+// Whether the batch is one that SpanTable.validate accepts.
+bool valid(const Batch& batch);
+
+// A valid batch -> its plan.
+Plan plan(const Batch& batch, const Parameters& parameters, const Reserve& reserve);
+
+// As to_spans of fused/spans.py; false where an extent is not one that SegmentTable.validate accepts.
+bool find_spans(const int32_t* extent_indptr, int64_t sequences, const Extent* extents, int64_t page_size,
+                int64_t num_pages, Spans& found);
+
+// As planner_twin.cut: items of so many KV tiles each, cut in order into shares for the workers.
+struct Piece {
+    int32_t item, begin, end;
+};
+void cut(const std::vector<int64_t>& lengths, int64_t workers, int64_t min_chunk, int64_t work_cost,
+         std::vector<Piece>& pieces, Ints& indptr);
+
+}  // namespace dagengine::planner
