@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--report-only", action="store_true", help="write the report of a journal that was left")
     p.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    p.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
     return p
 
 
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-W", "ignore", __file__, *given, "--worker", str(number)]
         if options.device == "cpu":
             env = {**env, "OMP_NUM_THREADS": str(number)}
-        supervise([*command, "--budget", str(max(30.0, share))], file, share + 30, env)
+        supervise([*command, "--until", str(time.time() + share)], file, share + 30, env)
     return setup.call(env, __file__, [*given, "--report-only", "--worker", "0"])
 
 
@@ -102,8 +103,12 @@ def work(options: argparse.Namespace, journal: Journal) -> int:
         return fill(options)
     if options.report_only:
         return report(options, journal)
-    stop = time.monotonic() + options.budget
-    return on_cpu(options, journal, stop) if options.device == "cpu" else on_gpu(options, journal, stop)
+    stop = time.monotonic() + options.until - time.time()
+    try:
+        return on_cpu(options, journal, stop) if options.device == "cpu" else on_gpu(options, journal, stop)
+    except Exception as error:
+        journal.note(f"In step {journal.open_step()!r}: {type(error).__name__}: {str(error)[:400]}")
+        raise
 
 
 def on_gpu(options: argparse.Namespace, journal: Journal, stop: float) -> int:
@@ -112,7 +117,7 @@ def on_gpu(options: argparse.Namespace, journal: Journal, stop: float) -> int:
     if not torch.cuda.is_available():
         journal.note("There is no CUDA device here; --device cpu measures the CPU.")
         return 0
-    from bench import kernels_data, kernels_gpu
+    from bench import kernels_data, kernels_gpu, kernels_planner
     from bench.kernels_baselines import WORKSPACE_BYTES
     from bench.kernels_cases import matrix
 
@@ -133,7 +138,7 @@ def on_gpu(options: argparse.Namespace, journal: Journal, stop: float) -> int:
     if not wanted or "data" in wanted:
         if "planner" not in journal.ended():
             with journal.step("planner"):
-                kernels_data.time_planner(journal)
+                kernels_planner.time_planner(journal)
         kernels_data.run(bench)
     kernels_gpu.run_matrix(bench, cases, able)
     return 0
@@ -141,7 +146,7 @@ def on_gpu(options: argparse.Namespace, journal: Journal, stop: float) -> int:
 
 def on_cpu(options: argparse.Namespace, journal: Journal, stop: float) -> int:
     from bench import kernels_cpu
-    from bench.kernels_data import time_planner
+    from bench.kernels_planner import time_planner
 
     wanted = _listed(options.cases)
     if options.worker == 1 and "planner" not in journal.ended():

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-import triton
-import triton.language as tl
 
 from bench import kernels_timing
 
@@ -33,26 +31,6 @@ class Ceilings:
         return max(num_bytes / self.read, flops / self.matmul) * 1e6
 
 
-@triton.jit
-def _read(pointer, out, per_block: tl.constexpr, width: tl.constexpr):
-    """Each program adds up `per_block` × `width` int32 that lie in a row."""
-    start = tl.program_id(0).to(tl.int64) * per_block * width
-    place = tl.arange(0, width)
-    total = tl.zeros((width,), tl.int32)
-    for i in range(per_block):
-        total += tl.load(pointer + start + i * width + place)
-    tl.store(out + tl.program_id(0), tl.sum(total, 0))
-
-
-@triton.jit
-def _copy(source, target, per_block: tl.constexpr, width: tl.constexpr):
-    """Each program copies `per_block` × `width` int32 that lie in a row."""
-    start = tl.program_id(0).to(tl.int64) * per_block * width
-    place = start + tl.arange(0, width)
-    for i in range(per_block):
-        tl.store(target + place + i * width, tl.load(source + place + i * width))
-
-
 def measure(memory: torch.Tensor, replays: int = 9) -> Ceilings:
     """Measure on the device of `memory`, a random bf16 vector of at least 8 GiB that is read and written over.
 
@@ -60,6 +38,8 @@ def measure(memory: torch.Tensor, replays: int = 9) -> Ceilings:
     """
     half = memory.numel() // 2
     source, target = memory[:half], memory[half : 2 * half]
+    from bench import kernels_streams as streams
+
     width, per_block = 2048, 16
     words, target_words = source.view(torch.int32), target.view(torch.int32)
     blocks = words.numel() // (width * per_block)
@@ -68,13 +48,13 @@ def measure(memory: torch.Tensor, replays: int = 9) -> Ceilings:
     product = torch.empty_like(a)
 
     def copy() -> None:
-        _copy[(blocks,)](words, target_words, per_block, width, num_warps=8)
+        streams.copy[(blocks,)](words, target_words, per_block, width, num_warps=8)
 
     def torch_copy() -> None:
         target.copy_(source)
 
     def read() -> None:
-        _read[(blocks,)](words, out, per_block, width, num_warps=8)
+        streams.read[(blocks,)](words, out, per_block, width, num_warps=8)
 
     def matmul() -> None:
         torch.matmul(a, b, out=product)

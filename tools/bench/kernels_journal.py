@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.kernels_record import Figure
 
-STEP_SECONDS = 75
+STEP_SECONDS = 100
 
 
 class Journal:
@@ -48,11 +48,19 @@ class Journal:
         return [line[key] for line in self.lines if key in line]
 
     def figures(self) -> list[Figure]:
-        return [Figure(**values) for values in self.values("figure")]
+        """The last figure of each case, backend and metric: a case that was begun anew has them twice."""
+        found = {}
+        for values in self.values("figure"):
+            figure = Figure(**values)
+            found[figure.case, figure.backend, figure.metric] = figure
+        return list(found.values())
+
+    def failed(self) -> set[str]:
+        return set(self.values("failed"))
 
     def ended(self) -> set[str]:
         """Steps that need no second try: those that ended, and those that failed."""
-        return {*self.values("end"), *self.values("failed")}
+        return {*self.values("end"), *self.failed()}
 
     def open_step(self) -> str | None:
         """The step that was begun last and neither ended nor failed."""
@@ -66,10 +74,16 @@ class Journal:
         self.add(end=name)
 
 
-def supervise(command: Sequence[str], file: Path, seconds: float, env: dict[str, str]) -> None:
+def supervise(
+    command: Sequence[str],
+    file: Path,
+    seconds: float,
+    env: dict[str, str],
+    step_seconds: float = STEP_SECONDS,
+) -> None:
     """Run `command` until it ends by itself, starting it again after a step that killed or stopped it.
 
-    It is given at most `seconds` in all; what it wrote stays.
+    It is given at most `seconds` in all, and `step_seconds` from one line to the next; what it wrote stays.
     """
     stop = time.monotonic() + seconds
     while True:
@@ -80,7 +94,7 @@ def supervise(command: Sequence[str], file: Path, seconds: float, env: dict[str,
             size = file.stat().st_size if file.exists() else 0
             if size != seen:
                 seen, changed = size, time.monotonic()
-            stuck = time.monotonic() - changed > STEP_SECONDS
+            stuck = time.monotonic() - changed > step_seconds
             if stuck or time.monotonic() > stop:
                 process.kill()
                 process.wait()
@@ -89,14 +103,12 @@ def supervise(command: Sequence[str], file: Path, seconds: float, env: dict[str,
         journal = Journal(file)
         step = journal.open_step()
         late = time.monotonic() > stop
-        how = (
-            "ran past its time" if process.returncode == -9 else f"ended it with status {process.returncode}"
-        )
+        how = "ran past its time" if process.returncode == -9 else f"ended with status {process.returncode}"
         if late:
             journal.note(f"The run was stopped after {seconds:.0f} s, in step {step!r}.")
             return
         if step is None:
-            journal.note(f"The worker {how} outside of any step; the run ends there.")
+            journal.note(f"The worker {how}, outside of any step; the run ends there.")
             return
         journal.add(failed=step)
-        journal.note(f"Step {step!r} {how}; it is left out and the run went on without it.")
+        journal.note(f"In step {step!r} the worker {how}; the run went on without it.")

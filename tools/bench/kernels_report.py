@@ -14,9 +14,12 @@ COLUMNS = (
     "µs",
     "p95",
     "n",
+    "MB",
+    "GFLOP",
     "floor µs",
     "of the floor",
     "FA3 / this",
+    "over segmented",
     "warm µs",
     "plan µs",
     "read ratio",
@@ -45,7 +48,7 @@ def page(
         parts += ["## Bars\n", _table(("bar", "goal", "measured", ""), [_bar(b) for b in bars])]
     if notes:
         parts += ["## Notes of the run\n", "\n".join(f"- {_cell(note)}" for note in notes) + "\n"]
-    parts += ["## Times\n", _table(COLUMNS, list(_rows(table)))]
+    parts += ["## Times\n", _table(*_filled(COLUMNS, list(_rows(table))))]
     others = [f for f in table.figures if f.metric not in SHOWN]
     if others:
         parts += [
@@ -77,11 +80,19 @@ SHOWN = (
     TIME,
     f"{TIME}{WARM}",
     "floor",
+    "fewest bytes",
+    "operations",
     "plan and load",
     "read ratio",
     "temporary",
     "error against float64",
 )
+
+
+def _filled(head: Sequence[str], rows: Sequence[Sequence[object]]) -> tuple[list[str], list[list[object]]]:
+    """Without the columns that are empty in all rows."""
+    kept = [i for i in range(len(head)) if any(row[i] != "" for row in rows)]
+    return [head[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def number(value: float | None) -> str:
@@ -97,7 +108,9 @@ def _bar(bar: Bar) -> tuple[object, ...]:
 
 def _rows(table: Table) -> Iterator[tuple[object, ...]]:
     for case in table.cases():
-        floor = table.find(case, "floor", "")
+        floor, size, count = (
+            table.find(case, metric, "") for metric in ("floor", "fewest bytes", "operations")
+        )
         rival = fa3(table, case)
         for f in table.figures:
             if f.case != case or f.metric != TIME:
@@ -114,9 +127,12 @@ def _rows(table: Table) -> Iterator[tuple[object, ...]]:
                 number(f.value),
                 number(f.p95),
                 f.n,
+                number(size.value) if size else "",
+                number(count.value) if count else "",
                 number(floor.value) if floor else "",
                 f"{100 * floor.value / f.value:.1f} %" if floor else "",
                 f"{rival.value / f.value:.3f}" if rival else "",
+                f"{f.ratio:.3f}" if f.ratio and f.baseline == "segmented" else "",
                 *shown.values(),
                 f"{error.value:.2e}" if error else "",
             )
