@@ -65,14 +65,20 @@ class Baseline:
 
 
 class Absent(Exception):
-    """A baseline cannot run here; the message says why."""
+    """A baseline cannot run a case; the message says why."""
+
+
+class NotInstalled(Absent):
+    """It cannot run anything here."""
 
 
 def _module(name: str) -> object:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise Absent(f"{name} cannot be imported: {type(error).__name__}: {str(error)[:120]}") from error
+        raise NotInstalled(
+            f"{name} cannot be imported: {type(error).__name__}: {str(error)[:120]}"
+        ) from error
 
 
 def fa3(paged: Paged, heads: Heads, q: Tensor, pools: Sequence[Tensor], *, metadata: bool) -> Baseline:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bench import kernels_baselines as rivals
+from bench import kernels_cases as cases
 from bench import kernels_checks as checks
 from bench import kernels_timing as timing
 from bench.kernels_cases import L2_BYTES, Case, Heads, longest_view, work_of
@@ -215,6 +216,8 @@ def run_case(bench: Bench, case: Case, names: Sequence[str]) -> None:
                     journal.figure(Figure.of(case.name, contender.name, TIME, samples, "us"))
                 if case.name in MERGE_CASES and name in bench.settings.implementations:
                     note_merge(bench, case, contender)
+            except rivals.NotInstalled as error:
+                journal.note(str(error))
             except rivals.Absent as error:
                 journal.note(f"{case.name}, {name}: {error}")
             except torch.OutOfMemoryError:
@@ -281,18 +284,18 @@ def baselines(
     """Makers of the case's rivals."""
     paged, heads = rivals.Paged.of(table), case.heads
     makers: list[tuple[str, Callable[[], rivals.Baseline]]] = []
-    if rivals.FA3 in case.rivals:
+    if cases.FA3 in case.rivals:
         makers.append(("fa3", partial(rivals.fa3, paged, heads, q, pools, metadata=False)))
         makers.append(("fa3, metadata ahead", partial(rivals.fa3, paged, heads, q, pools, metadata=True)))
         if max(paged.rows) > 1:
             makers.append(("fa3, contiguous", partial(rivals.fa3_contiguous, paged, heads, q, pools)))
-    if rivals.FLASHINFER in case.rivals:
+    if cases.FLASHINFER in case.rivals:
         make = partial(rivals.flashinfer, paged, heads, q, pools, bench.workspace)
-        makers.append((rivals.FLASHINFER, make))
-    if rivals.CASCADE in case.rivals:
+        makers.append((cases.FLASHINFER, make))
+    if cases.CASCADE in case.rivals:
         make = partial(rivals.flashinfer_cascade, paged, heads, q, pools, bench.workspace)
-        makers.append((rivals.CASCADE, make))
-    if rivals.SDPA in case.rivals:
+        makers.append((cases.CASCADE, make))
+    if cases.SDPA in case.rivals:
         for which in ("cudnn", "flash"):
             makers.append((f"sdpa, {which}", partial(rivals.sdpa, paged, heads, q, pools, which)))
 
@@ -347,10 +350,10 @@ def note_merge(bench: Bench, case: Case, contender: Contender) -> None:
     bench.journal.figure(figure("merge and partials of all kernels", 100 * (merge + partials) / total, "%"))
 
 
-def run_matrix(bench: Bench, cases: Sequence[Case], names: Sequence[str]) -> None:
+def run_matrix(bench: Bench, listed: Sequence[Case], names: Sequence[str]) -> None:
     """The cases in order until the time is up; what was not run is noted."""
     skipped = []
-    for case in cases:
+    for case in listed:
         done = {f"case {case.name}", f"{case.name}: race"} & bench.journal.ended()
         if done:
             continue
