@@ -5,6 +5,8 @@ factor already) and rounded to the pages' dtype again; queries are rotated at th
 
 `packed` keeps what it gathered, per sequence and layer, and gathers only what was not static before.
 `naive` keeps nothing: it gathers and transforms the whole context again in every call.
+
+On a CUDA device one kernel gathers and turns (transform.py), and torch's flash attention follows.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from dagengine_kernels.backend import AttentionBackend, AttentionShape, Capabili
 from dagengine_kernels.dense import attend
 from dagengine_kernels.lse import LOG2E, apply_sinks
 from dagengine_kernels.rotary import RotaryTable, exact_rows, expand_rows, turn
-from dagengine_kernels.segments import DELTA, HI, LO, PAGE, STORED, SegmentTable
+from dagengine_kernels.segments import DELTA, HI, LO, STORED, SegmentTable
+from dagengine_kernels.transform import Moves, plan_gather
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +38,9 @@ class PackedSequence:
         extents: int32 [E, 5], all extents, in order.
         static: leading extents that stay the same.
         static_tokens: tokens that they list.
-        token_rows: int64 [L, 2, Hkv], rows of the pages seen as [pages * 2 * Hkv * page_size, D].
-        turn_rows: int64 [L], row of `cos` and `sin` of each token.
-        cos, sin: expanded, unscaled rows for the deltas of the sequence; None if all are 0.
-        mask: additive [1, 1, n, L], or None if every row sees every token.
+        moves: gathers all extents.
+        causal: row i sees the tokens up to number i + L - n, which is then all there is to know.
+        mask: additive [1, 1, n, L], or None if every row sees every token, or `causal`.
         unseen: [n] rows that see nothing, or None.
     """
 
@@ -47,10 +49,8 @@ class PackedSequence:
     extents: NDArray[np.int32]
     static: int
     static_tokens: int
-    token_rows: Tensor
-    turn_rows: Tensor
-    cos: Tensor | None
-    sin: Tensor | None
+    moves: Moves
+    causal: bool
     mask: Tensor | None
     unseen: Tensor | None
 
@@ -73,9 +73,10 @@ class _Packed:
     tokens: int
 
     def leads(self, static: NDArray[np.int32], kv_layer: Tensor) -> bool:
-        """Whether what is held is a leading part of the static extents, and of these pages' dtype."""
+        """Whether what is held is a leading part of the static extents, and of these pages' dtype and device."""
         held = len(self.extents)
-        return self.buffer.dtype == kv_layer.dtype and np.array_equal(self.extents, static[:held])
+        same = self.buffer.dtype == kv_layer.dtype and self.buffer.device == kv_layer.device
+        return same and np.array_equal(self.extents, static[:held])
 
     def grown(self, capacity: int) -> _Packed:
         """The same tokens in a larger buffer."""
@@ -90,7 +91,7 @@ class _GatheringBackend(AttentionBackend):
     """What `packed` and `naive` share: everything but where K and V come from."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        devices=("cpu",), dtypes=(torch.float64, torch.float32, torch.bfloat16)
+        devices=("cpu", "cuda"), dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16)
     )
     implementation = "torch-cpu-flash"
 
@@ -105,18 +106,21 @@ class _GatheringBackend(AttentionBackend):
     ) -> PackedPlan:
         device = self._check_plan(table, shape, rotary, device, dtype)
         sequences = tuple(
-            _plan_sequence(table, b, shape, rotary, dtype)
+            _plan_sequence(table, b, shape, rotary, device, dtype)
             for b in range(table.num_sequences)
             if table.q_indptr[b] < table.q_indptr[b + 1]
         )
+        if device.type == "cuda":
+            gathers = sequences[0].moves.implementation(dtype) if sequences else "no"
+            self.implementation = f"{gathers}-gather+torch-cuda-flash"
         cos = sin = None
         if rotary is not None:
-            positions = torch.from_numpy(table.q_positions)
+            positions = torch.from_numpy(table.q_positions).to(rotary.cos.device)
             if dtype == torch.float64:
                 rows = exact_rows(rotary, positions, scaled=True)
             else:
                 rows = rotary.rows(positions)
-            cos, sin = expand_rows(*rows, rotary.pairing)
+            cos, sin = (x.to(device) for x in expand_rows(*rows, rotary.pairing))
         return PackedPlan(self.name, table, shape, rotary, device, dtype, sequences, cos, sin)
 
     def run(
@@ -139,15 +143,11 @@ class _GatheringBackend(AttentionBackend):
         lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
         temp = x.nbytes
         for sequence in plan.sequences:
-            if not len(sequence.token_rows):
+            if not sequence.moves.num_tokens:
                 continue
-            kv = self._keys_values(plan, sequence, layer, kv_layer).to(q.dtype)
-            # [G, Hkv, n, D] against K and V that every group shares: one mask [n, L] serves all heads.
-            tile = x[sequence.rows].unflatten(1, (shape.num_kv_heads, shape.group)).permute(2, 1, 0, 3)
-            k, v = kv.unsqueeze(1).expand(-1, shape.group, -1, -1, -1)
-            part, part_lse = attend(tile, k, v, sequence.mask, shape.scale, shape.softcap)
-            out[sequence.rows] = part.permute(2, 1, 0, 3).flatten(1, 2)
-            rows_lse = part_lse.permute(2, 1, 0).flatten(1, 2)
+            kv = self._keys_values(sequence, layer, kv_layer).to(q.dtype)
+            part, rows_lse = _attend_sequence(x[sequence.rows], kv, sequence, shape)
+            out[sequence.rows] = part
             if sequence.unseen is not None:
                 out[sequence.rows] = out[sequence.rows].masked_fill(sequence.unseen[:, None, None], 0.0)
                 rows_lse = rows_lse.masked_fill(sequence.unseen[:, None], -math.inf)
@@ -158,11 +158,11 @@ class _GatheringBackend(AttentionBackend):
             out, lse2 = apply_sinks(out, lse2, sinks)
         return (out, lse2.float()) if return_lse else out
 
-    def _keys_values(
-        self, plan: PackedPlan, sequence: PackedSequence, layer: int, kv_layer: Tensor
-    ) -> Tensor:
+    def _keys_values(self, sequence: PackedSequence, layer: int, kv_layer: Tensor) -> Tensor:
         """[2, Hkv, L, D] of all tokens of a sequence, K at its view positions."""
-        return _gather(plan, sequence, kv_layer, 0)
+        kv = _buffer(kv_layer, sequence.moves.num_tokens)
+        _gather(sequence, kv_layer, kv, 0)
+        return kv
 
     def _held_bytes(self, kv: Tensor) -> int:
         return int(kv.nbytes)
@@ -193,22 +193,20 @@ class PackedBackend(_GatheringBackend):
         """Bytes of all packed buffers."""
         return self._cached_bytes
 
-    def _keys_values(
-        self, plan: PackedPlan, sequence: PackedSequence, layer: int, kv_layer: Tensor
-    ) -> Tensor:
+    def _keys_values(self, sequence: PackedSequence, layer: int, kv_layer: Tensor) -> Tensor:
         layers = self._cache.setdefault(sequence.sequence_id, {})
         static = sequence.extents[: sequence.static]
         packed = layers.get(layer)
         if packed is None or not packed.leads(static, kv_layer):
-            packed = _Packed(kv_layer.new_empty(2, kv_layer.shape[2], 0, kv_layer.shape[4]), static[:0], 0)
-        total = len(sequence.token_rows)
+            packed = _Packed(_buffer(kv_layer, 0), static[:0], 0)
+        total = sequence.moves.num_tokens
         if packed.buffer.shape[2] < total:
             packed = packed.grown(max(64, total + total // 4))
         replaced = layers.get(layer)
         self._cached_bytes += packed.buffer.nbytes - (replaced.buffer.nbytes if replaced else 0)
         layers[layer] = packed
         if packed.tokens < total:
-            packed.buffer[:, :, packed.tokens : total] = _gather(plan, sequence, kv_layer, packed.tokens)
+            _gather(sequence, kv_layer, packed.buffer, len(packed.extents))
         packed.extents, packed.tokens = static, sequence.static_tokens
         return packed.buffer[:, :, :total]
 
@@ -217,59 +215,85 @@ class PackedBackend(_GatheringBackend):
 
 
 def _plan_sequence(
-    table: SegmentTable, b: int, shape: AttentionShape, rotary: RotaryTable | None, dtype: torch.dtype
+    table: SegmentTable,
+    b: int,
+    shape: AttentionShape,
+    rotary: RotaryTable | None,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> PackedSequence:
     rows = slice(int(table.q_indptr[b]), int(table.q_indptr[b + 1]))
     extents = table.extents[table.extent_indptr[b] : table.extent_indptr[b + 1]]
-    columns = extents.astype(np.int64)
-    length = columns[:, HI] - columns[:, LO]
-    within = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
-
-    size, heads = table.page_size, shape.num_kv_heads
-    token = np.repeat(columns[:, PAGE] * (2 * heads * size) + columns[:, LO], length) + within
-    token_rows = token[:, None, None] + (np.arange(2 * heads) * size).reshape(2, heads)
-    deltas, of_extent = np.unique(columns[:, DELTA], return_inverse=True)
-    cos = sin = None
-    if rotary is not None and deltas.any():
-        exact = exact_rows(rotary, torch.from_numpy(deltas), scaled=False)
-        turning = torch.promote_types(dtype, torch.float32)
-        cos, sin = expand_rows(exact[0].to(turning), exact[1].to(turning), rotary.pairing)
-
-    view = np.repeat(columns[:, STORED] + columns[:, DELTA], length) + within
-    position = table.q_positions[rows, None]
-    sees = view <= position
-    if shape.window is not None:
-        sees &= view > position - shape.window
-    seen = sees.any(1)
-    mask = None
-    if not sees.all():
-        hidden = torch.from_numpy(~sees)
-        mask = torch.zeros(sees.shape, dtype=dtype).masked_fill_(hidden, -math.inf)[None, None]
+    moves = plan_gather(extents, rotary, device=device)
+    first_view = extents[:, STORED].astype(np.int64) + extents[:, DELTA]
+    last_view = first_view + extents[:, HI] - extents[:, LO] - 1
+    position = table.q_positions[rows]
+    mask = unseen = None
+    causal = False
+    if len(extents) and (
+        last_view.max() > position[0]
+        or (shape.window is not None and first_view.min() <= position[-1] - shape.window)
+    ):
+        sees = _visibility(moves, first_view, position, shape.window)
+        # On the CPU torch's kernel counts a causal mask from the first token, not from the last.
+        last = np.arange(-len(position), 0) + sees.shape[1]
+        causal = device.type == "cuda" and np.array_equal(sees, np.arange(sees.shape[1]) <= last[:, None])
+        if not causal:
+            hidden = torch.from_numpy(~sees)
+            mask = torch.zeros(sees.shape, dtype=dtype).masked_fill_(hidden, -math.inf)[None, None].to(device)
+        if not sees.any(1).all():
+            unseen = torch.from_numpy(~sees.any(1)).to(device)
     static = int(table.static_extents[b])
     return PackedSequence(
         sequence_id=table.sequence_ids[b],
         rows=rows,
         extents=extents,
         static=static,
-        static_tokens=int(length[:static].sum()),
-        token_rows=torch.from_numpy(token_rows),
-        turn_rows=torch.from_numpy(np.repeat(of_extent, length)),
-        cos=cos,
-        sin=sin,
+        static_tokens=int(moves.starts[static]),
+        moves=moves,
+        causal=causal,
         mask=mask,
-        unseen=None if seen.all() else torch.from_numpy(~seen),
+        unseen=unseen,
     )
 
 
-def _gather(plan: PackedPlan, sequence: PackedSequence, kv_layer: Tensor, begin: int) -> Tensor:
-    """[2, Hkv, L - begin, D] of the tokens from `begin` on, K at its view positions, in the pages' dtype."""
-    heads, dim = kv_layer.shape[2], kv_layer.shape[4]
-    rows = sequence.token_rows[begin:]
-    picked = kv_layer.view(-1, dim).index_select(0, rows.ravel()).view(-1, 2, heads, dim)
-    k, v = picked.unbind(1)  # [L, Hkv, D]
-    rotary = plan.rotary
-    if rotary is not None and sequence.cos is not None and sequence.sin is not None:
-        turn_rows = sequence.turn_rows[begin:]
-        cos, sin = sequence.cos.index_select(0, turn_rows), sequence.sin.index_select(0, turn_rows)
-        k = turn(k, cos, sin, rotary.rotary_dim, rotary.pairing).to(kv_layer.dtype)
-    return torch.stack((k.transpose(0, 1), v.transpose(0, 1)))
+def _visibility(
+    moves: Moves, first_view: NDArray[np.int64], position: NDArray[np.int64], window: int | None
+) -> NDArray[np.bool_]:
+    """[n, L], which tokens each row sees."""
+    view = np.arange(moves.num_tokens) + np.repeat(first_view - moves.starts[:-1], np.diff(moves.starts))
+    sees: NDArray[np.bool_] = view <= position[:, None]
+    if window is not None:
+        sees &= view > position[:, None] - window
+    return sees
+
+
+def _attend_sequence(
+    x: Tensor, kv: Tensor, sequence: PackedSequence, shape: AttentionShape
+) -> tuple[Tensor, Tensor]:
+    """out [n, Hq, D] and natural lse [n, Hq] of rotated queries x [n, Hq, D] over kv [2, Hkv, L, D]."""
+    heads, group = shape.num_kv_heads, shape.group
+    tile = x.unflatten(1, (heads, group))  # [n, Hkv, G, D]
+    if x.is_cuda and sequence.mask is None and not sequence.causal:
+        # All rows see all tokens: those of a kv head are one block, so that its K and V are read once.
+        rows = tile.permute(1, 2, 0, 3).flatten(1, 2)[None]
+        part, lse = attend(rows, kv[:1], kv[1:], None, shape.scale, shape.softcap)
+        part = part[0].unflatten(1, (group, -1)).permute(2, 0, 1, 3)
+        return part.flatten(1, 2), lse[0].unflatten(1, (group, -1)).permute(2, 0, 1).flatten(1, 2)
+    # [G, Hkv, n, D] against K and V that every group shares: one mask [n, L] serves all heads.
+    k, v = kv.unsqueeze(1).expand(-1, group, -1, -1, -1)
+    part, lse = attend(
+        tile.permute(2, 1, 0, 3), k, v, sequence.mask, shape.scale, shape.softcap, sequence.causal
+    )
+    return part.permute(2, 1, 0, 3).flatten(1, 2), lse.permute(2, 1, 0).flatten(1, 2)
+
+
+def _buffer(kv_layer: Tensor, tokens: int) -> Tensor:
+    """[2, Hkv, tokens, D] of unknown content."""
+    return kv_layer.new_empty(2, kv_layer.shape[2], tokens, kv_layer.shape[4])
+
+
+def _gather(sequence: PackedSequence, kv_layer: Tensor, kv: Tensor, first: int) -> None:
+    """Bring the extents from `first` on into kv [2, Hkv, L, D], K at its view positions, in the pages' dtype."""
+    k_out, v_out = kv.transpose(1, 2)
+    sequence.moves.gather(kv_layer, k_out, v_out, first)

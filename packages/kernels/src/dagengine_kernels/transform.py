@@ -35,12 +35,14 @@ class Moves:
         destination: int64 [E, 2], page and row that the first token of an extent goes to; gathers have one page.
         rotary: None for layers without positions.
         device: of the tensors that are moved.
+        contiguous: the extents go to rows 0, 1, 2, ... one after another.
     """
 
     extents: NDArray[np.int32]
     destination: NDArray[np.int64]
     rotary: RotaryTable | None
     device: torch.device
+    contiguous: bool
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -119,16 +121,15 @@ class Moves:
             dtype = torch.promote_types(kv_layer.dtype, torch.float32)
             cos, sin = (x.to(dtype).index_select(0, turns) for x in self._turning)
             k = turn(k, cos, sin, self.rotary.rotary_dim, self.rotary.pairing).to(kv_layer.dtype)
-        self._put(k_out, to_pages, to_rows, k)
+        self._put(k_out, first, to_pages, to_rows, k)
         if v_out is not None:
             v = flat.index_select(0, (at + heads * size).ravel()).view(-1, heads, dim)
-            self._put(v_out, to_pages, to_rows, v)
+            self._put(v_out, first, to_pages, to_rows, v)
 
-    def _put(self, out: Tensor, to_pages: Tensor, to_rows: Tensor, x: Tensor) -> None:
-        if len(out) == 1 and len(to_rows):
-            begin = int(to_rows[0])
-            out[0, begin : begin + len(x)] = x
-        elif len(to_rows):
+    def _put(self, out: Tensor, first: int, to_pages: Tensor, to_rows: Tensor, x: Tensor) -> None:
+        if self.contiguous:
+            out[0, int(self.starts[first]) : self.num_tokens] = x
+        else:
             out[to_pages, to_rows] = x
 
     @cached_property
@@ -185,7 +186,7 @@ def plan_gather(
     length = extents[:, HI].astype(np.int64) - extents[:, LO]
     destination = np.zeros((len(extents), 2), np.int64)
     destination[:, 1] = np.cumsum(length) - length
-    return Moves(extents, destination, rotary, device)
+    return Moves(extents, destination, rotary, device, True)
 
 
 def plan_copy(
@@ -209,7 +210,7 @@ def plan_copy(
         i = int(bad.argmax())
         message = f"rows {destination[i, 1]} .. {ends[i]} are not within a page of {page_size}"
         raise KernelError(INVALID_ARGUMENT, message, f"destination[{i}]")
-    return Moves(extents, destination.astype(np.int64), rotary, _concrete(device))
+    return Moves(extents, destination.astype(np.int64), rotary, _concrete(device), False)
 
 
 def _concrete(device: torch.device | str) -> torch.device:
