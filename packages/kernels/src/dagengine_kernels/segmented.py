@@ -9,7 +9,8 @@ touched. Decode rows read runs of whole pages in place.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from dataclasses import fields, is_dataclass, replace
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,15 +20,25 @@ from dagengine_kernels.dense import attend
 from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
 from dagengine_kernels.lse import LOG2E, apply_sinks
 from dagengine_kernels.rotary import RotaryTable
-from dagengine_kernels.segmented_plan import Planner, Scratch, SegmentedPlan, Stream, TileClass
+from dagengine_kernels.segmented_plan import (
+    CPU_LIMITS,
+    CUDA_LIMITS,
+    Planner,
+    Scratch,
+    SegmentedPlan,
+    Stream,
+    TileClass,
+)
 from dagengine_kernels.segments import SegmentTable
+
+T = TypeVar("T")
 
 IN_PLACE_GROUP = 16
 """Up to this many query heads per kv head, decode rows may read whole pages in place."""
 
 
 class SegmentedBackend(AttentionBackend):
-    """Attention per segment over torch's CPU flash kernel, merged by LSE.
+    """Attention per segment over torch's flash kernels, merged by LSE.
 
     Args:
         in_place_tokens: decode rows read whole pages in place where these make runs of this many tokens (with
@@ -37,7 +48,9 @@ class SegmentedBackend(AttentionBackend):
 
     name: ClassVar[str] = "segmented"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        devices=("cpu",), dtypes=(torch.float64, torch.float32, torch.bfloat16), in_place=True
+        devices=("cpu", "cuda"),
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        in_place=True,
     )
     implementation = "torch-cpu-flash"
 
@@ -65,8 +78,13 @@ class SegmentedBackend(AttentionBackend):
         in_place_pages = None
         if table.page_size >= self.in_place_page_size and shape.group <= IN_PLACE_GROUP:
             in_place_pages = -(-self.in_place_tokens // table.page_size)
-        planner = Planner(table, shape, rotary, dtype, in_place_pages)
+        on_cuda = device.type == "cuda"
+        self.implementation = "torch-cuda-flash" if on_cuda else "torch-cpu-flash"
+        limits = CUDA_LIMITS if on_cuda else CPU_LIMITS
+        planner = Planner(table, shape, rotary, dtype, in_place_pages, limits)
         classes, streams = planner.classes(), planner.streams()
+        if on_cuda:
+            classes, streams = _on(classes, device), _on(streams, device)
         rows = sum(c.n * c.num_sequences for c in classes) + sum(s.rows.stop - s.rows.start for s in streams)
         covered = rows == table.num_rows
         return SegmentedPlan(self.name, table, shape, rotary, device, dtype, classes, streams, covered)
@@ -216,6 +234,18 @@ class SegmentedBackend(AttentionBackend):
         assert total_lse is not None
         out = total.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype)
         return out, total_lse.permute(2, 0, 1).reshape(q.shape[:2])
+
+
+def _on(planned: T, device: torch.device) -> T:
+    """What a planner made, with every tensor on `device`."""
+    if isinstance(planned, Tensor):
+        return planned.to(device)
+    if isinstance(planned, tuple):
+        return tuple(_on(x, device) for x in planned)  # type: ignore[return-value]
+    if is_dataclass(planned) and not isinstance(planned, type):
+        moved = {f.name: _on(getattr(planned, f.name), device) for f in fields(planned) if f.init}
+        return replace(planned, **moved)
+    return planned
 
 
 def _merge_pair(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

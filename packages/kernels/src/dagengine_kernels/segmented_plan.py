@@ -17,6 +17,7 @@ from dagengine_kernels.backend import AttentionShape, Plan
 from dagengine_kernels.rotary import RotaryTable, exact_rows, expand_rows, turn
 from dagengine_kernels.segments import SegmentTable
 from dagengine_kernels.tiling import (
+    MAX_CALL,
     MAX_CHUNK,
     Bools,
     Chunks,
@@ -35,17 +36,37 @@ STREAM_CHUNK = 2048
 """Tokens per chunk of a stream."""
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How the chunks of a batch are cut.
+
+    Attributes:
+        chunk: tokens per chunk of a tile class: on the CPU the key block of torch's flash kernel.
+        stream_chunk: tokens per chunk of a stream.
+        call: tokens gathered for one attention call; bounds temporaries whatever the context is.
+    """
+
+    chunk: int
+    stream_chunk: int
+    call: int
+
+
+CPU_LIMITS = Limits(MAX_CHUNK, STREAM_CHUNK, MAX_CALL)
+CUDA_LIMITS = Limits(chunk=4096, stream_chunk=32768, call=1 << 18)
+
+
 class Scratch:
     """Memory that every gather of a backend reuses: fresh pages from the system cost more than the gather."""
 
     def __init__(self) -> None:
-        self._held: dict[torch.dtype, Tensor] = {}
+        self._held: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def take(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """[rows, width], of unknown content; the next `take` overwrites it."""
-        held = self._held.get(dtype)
+    def take(self, rows: int, width: int, like: Tensor) -> Tensor:
+        """[rows, width] of `like`'s dtype and device, of unknown content; the next `take` overwrites it."""
+        key = (like.device, like.dtype)
+        held = self._held.get(key)
         if held is None or held.numel() < rows * width:
-            held = self._held[dtype] = torch.empty(rows * width, dtype=dtype)
+            held = self._held[key] = like.new_empty(rows * width)
         return held[: rows * width].view(rows, width)
 
 
@@ -86,7 +107,7 @@ class Call:
     def keys_values(self, kv_layer: Tensor, dtype: torch.dtype, scratch: Scratch) -> tuple[Tensor, int]:
         """[2, C, Hkv, L, D] in `dtype`, and how many bytes were copied; valid until the next call."""
         heads, dim = kv_layer.shape[2], kv_layer.shape[4]
-        picked = scratch.take(len(self.rows), dim, kv_layer.dtype)
+        picked = scratch.take(len(self.rows), dim, kv_layer)
         torch.index_select(kv_layer.view(-1, dim), 0, self.rows, out=picked)
         return picked.to(dtype).view(2, self.size[0], heads, self.size[1], dim), picked.nbytes
 
@@ -171,10 +192,11 @@ class Planner:
         rotary: RotaryTable | None,
         dtype: torch.dtype,
         in_place_pages: int | None,
+        limits: Limits = CPU_LIMITS,
     ) -> None:
         self.table, self.shape, self.rotary, self.dtype = table, shape, rotary, dtype
-        self.num_rows = np.diff(table.q_indptr)
-        max_chunk = np.where(self.num_rows < STREAM_ROWS, MAX_CHUNK, STREAM_CHUNK)
+        self.num_rows, self.limits = np.diff(table.q_indptr), limits
+        max_chunk = np.where(self.num_rows < STREAM_ROWS, limits.chunk, limits.stream_chunk)
         self.chunks: Chunks = cut(
             table,
             shape.num_kv_heads,
@@ -213,7 +235,7 @@ class Planner:
             seen[chunks.sequence[slab.chunks]] = True
         for kind in (False, True):
             of_kind = members[(masked == kind) & ~chunks.in_place[members]]
-            for picked in buckets(chunks.length[of_kind]):
+            for picked in buckets(chunks.length[of_kind], self.limits.call):
                 picked = of_kind[picked]
                 call, sees = self._call(picked, tiles, n, kind)
                 calls.append(call)

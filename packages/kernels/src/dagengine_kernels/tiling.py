@@ -253,12 +253,13 @@ def _slabs(page: Ints, min_slab: int) -> list[Slab]:
     return slabs
 
 
-def buckets(length: Ints) -> list[Ints]:
+def buckets(length: Ints, largest_call: int = MAX_CALL) -> list[Ints]:
     """Group chunks of similar length into calls: at most a quarter (or 32 tokens) of padding per chunk.
 
-    Returns: indices into `length`, ascending within a call; at most `MAX_CALL` padded tokens per call.
+    Returns: indices into `length`, ascending within a call; at most `largest_call` padded tokens per call
+            (a longer chunk is a call of its own).
     """
-    if len(length) and length.min() == length.max() and len(length) * length[0] <= MAX_CALL:
+    if len(length) and length.min() == length.max() and len(length) * length[0] <= largest_call:
         return [np.arange(len(length))]
     order = np.argsort(-length, kind="stable")
     falling = -length[order]
@@ -268,7 +269,7 @@ def buckets(length: Ints) -> list[Ints]:
         longest = int(-falling[i])
         shortest = min(longest - 32, longest * 3 // 4)
         j = int(np.searchsorted(falling, -shortest, side="right"))
-        j = min(j, i + max(1, MAX_CALL // longest))
+        j = min(j, i + max(1, largest_call // longest))
         calls.append(np.sort(order[i:j]))
         i = j
     return calls
