@@ -1,4 +1,4 @@
-"""The torch backends on an NVIDIA GPU against the kit that any backend inherits. Their CPU twin: test_conformance.py."""
+"""The torch backends on an NVIDIA GPU against the kit that any backend inherits (test_conformance.py: the CPU)."""
 
 import pytest
 import torch
