@@ -39,6 +39,9 @@ MEMORY_BYTES = 24 << 30
 MOST_SETS = 24
 ERROR_BOUND = 2e-2
 DEVICE = "cuda"
+TRITON_CASES = (*cases.GRAPHS, *cases.BARE, "prefill 8192", "prefill 64 over 32x2857")
+"""Where the readable implementation runs beside the others; alone it runs everywhere."""
+
 MERGE_CASES = ("own-order", "decode 1x91424", "decode 32x8192")
 
 
@@ -114,23 +117,28 @@ def begin(journal: Journal, settings: Settings, workspace_bytes: int) -> Bench:
     return Bench(journal, settings, memory, workspace, ceilings, {})
 
 
-def check_implementations(bench: Bench, names: Iterable[str]) -> None:
-    """All adversarial batches for each implementation, one step per config."""
+def check_implementations(bench: Bench, names: Sequence[str]) -> None:
+    """All adversarial batches for each implementation, one step per config, within a share of the time for each."""
     dtypes = (torch.bfloat16, torch.float16)
     listed = checks.configs(dtypes, every=bench.settings.every_check)
     if bench.settings.quick:
         listed = listed[::3]
-    for name in names:
-        for config in listed:
+    most = bench.settings.left() * (0.8 if bench.settings.every_check else 0.35) / max(1, len(names))
+    spent = dict.fromkeys(names, 0.0)
+    for config in listed:
+        for name in names:
             step = f"checks of {name}: {config}"
             if step in bench.journal.ended():
                 continue
-            make = partial(make_backend, name)
+            if spent[name] > most:
+                bench.journal.note(f"Not run, {name} had spent its time for checks: {config}.")
+                continue
+            make, start = partial(make_backend, name), time.monotonic()
             with bench.journal.step(step):
                 for batch in BATCHES:
                     result = checks.check(make, batch, config, DEVICE)
-                    shown = make().implementation
-                    bench.journal.add(checked=checks.as_row(result, shown))
+                    bench.journal.add(checked=checks.as_row(result, make().implementation))
+            spent[name] += time.monotonic() - start
 
 
 def make_backend(name: str) -> AttentionBackend:
@@ -185,7 +193,8 @@ def run_case(bench: Bench, case: Case, names: Sequence[str]) -> None:
     truth = None
     cold: dict[str, timing.Captured] = {}
     warm: dict[str, timing.Captured] = {}
-    wanted = [*names, *(("triton, keys", "packed", "segmented") if case.controls else ())]
+    wanted = [n for n in names if n != "triton" or len(names) == 1 or case.name in TRITON_CASES]
+    wanted += ("triton, keys", "packed", "segmented") if case.controls else ()
     for name, make in (
         *((name, partial(own, bench, name, table, shape, rotary, q, pools, case)) for name in wanted),
         *baselines(bench, case, table, q, pools),

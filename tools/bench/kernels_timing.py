@@ -50,7 +50,7 @@ def capture(calls: Sequence[Call], sets: int) -> Captured:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     estimate = max(1.0, start.elapsed_time(end) * 1000 / len(calls))
-    rounds = max(1, round(min(MOST_CALLS, max(4.0, GRAPH_US / estimate)) / sets))
+    rounds = max(1, round(min(MOST_CALLS, GRAPH_US / estimate) / sets))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(rounds):
