@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,9 @@ def record(folder: Path) -> Path:
 
 def build(env: dict[str, str]) -> str | None:
     """Build `dagengine_kernels._native` in place unless it is there; why it could not be built, or None."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if (SOURCE / "dagengine_kernels" / f"_native{suffix}").exists():
+        return None
     if _works("import dagengine_kernels._native", env):
         return None
     cmake = shutil.which("cmake")
