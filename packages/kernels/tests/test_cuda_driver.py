@@ -24,7 +24,7 @@ extern "C" __global__ void add(const __grid_constant__ Params p) {
 
 class Params(ctypes.Structure):
     _fields_ = (
-        ("map", ctypes.c_char * 128),
+        ("map", ctypes.c_ubyte * 128),
         ("x", ctypes.c_void_p),
         ("n", ctypes.c_int),
         ("pad", ctypes.c_int * 13),
@@ -117,7 +117,7 @@ def test_a_kernel_is_launched_with_its_struct(sources):
     assert kernel.blocks_per_sm(128, 100_000) == 2
     x = torch.zeros(1000, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
-    params = Params(map=bytes(127) + b"\x02", x=x.data_ptr(), n=900)
+    params = Params(map=(ctypes.c_ubyte * 128)(*bytes(127), 2), x=x.data_ptr(), n=900)
     for given in (params, bytes(params)):
         kernel.launch((8, 1, 1), (128, 1, 1), 512, stream, given)
         kernel.launch((8, 1, 1), (128, 1, 1), 200_000, stream, given, pdl=True, cluster=(2, 1, 1))

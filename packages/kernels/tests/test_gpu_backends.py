@@ -58,15 +58,16 @@ class TestNaive(OnGpu):
 
 
 @pytest.mark.parametrize("name", ["packed", "naive", "segmented"])
-def test_a_long_prefill_agrees_with_the_definition(name):
+@pytest.mark.parametrize("context", [1500, 0], ids=["after-a-context", "alone"])
+def test_a_long_prefill_agrees_with_the_definition(name, context):
     """More rows than a tile and a causal end: the paths of torch's kernels that the kit's small cases do not take."""
     generator = torch.Generator().manual_seed(0)
-    pages, size, heads, dim, context, rows = 40, 64, 2, 128, 1500, 200
+    pages, size, heads, dim, rows = 50, 64, 2, 128, 700
     kv_layer = empty_pages(pages, heads, size, dim, dtype=torch.bfloat16)
     kv_layer.normal_(generator=generator)
     extents = [(i, 0, size, 64 * i + 100, -100) for i in range(context // size)]
     extents += [
-        (30 + i, 0, min(size, rows - 64 * i), 3000 + 64 * i, len(extents) * size - 3000) for i in range(4)
+        (30 + i, 0, min(size, rows - 64 * i), 3000 + 64 * i, len(extents) * size - 3000) for i in range(11)
     ]
     first = (context // size) * size
     table = SegmentTable.from_sequences(

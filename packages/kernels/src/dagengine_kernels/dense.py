@@ -4,7 +4,8 @@ Knows blocks of tensors; not pages, positions or segments.
 
                      no mask, causal      mask                    soft cap
     CPU              flash                flash                   matmuls
-    CUDA, 2 bytes    flash                memory-efficient        matmuls
+    CUDA, 2 bytes    flash (cuDNN's for   memory-efficient        matmuls
+                     long causal squares)
     CUDA, 4, 8       matmuls              matmuls                 matmuls
 """
 
@@ -17,10 +18,14 @@ from torch import Tensor
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
+_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention
 
 _LARGEST_HEAD = 256
 """Of torch's CUDA kernels, which take multiples of 8."""
+
+_CUDNN_ROWS = 256
+"""From this many rows on cuDNN takes a causal square: twice as fast at 8192 rows, but it plans each shape anew."""
 
 _MASK_ALIGNMENT = 8
 """Elements that a row of a mask must be a multiple of for the memory-efficient kernel."""
@@ -50,6 +55,9 @@ def attend(
     if not q.is_cuda:
         out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         return out, lse
+    if causal and _CUDNN_ROWS <= q.shape[2] == k.shape[2] and q.shape[-1] <= 128:
+        out, lse = _cudnn(q, k, v, None, True, 0.0, True, False, scale=scale)[:2]
+        return out, lse[..., 0]
     if mask is None:
         out, lse = _flash_cuda(q, k, v, 0.0, causal, False, scale=scale)[:2]
         return out, lse[..., : q.shape[2]]

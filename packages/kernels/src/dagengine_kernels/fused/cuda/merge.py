@@ -17,6 +17,10 @@ from dagengine_kernels.fused.cuda.vectors import DTYPES
 from dagengine_kernels.fused.plan import PlanArrays
 
 WARPS = 4
+"""Per block."""
+
+FEW_PARTS = 8
+"""Parts that one warp has under way; where rows have more on average, several warps share a row."""
 
 
 class _Params(ctypes.Structure):
@@ -84,6 +88,8 @@ def merge_parts(
     _check(o_part, lse2_part, out, lse2, sinks)
     if num_rows == 0:
         return
+    average = len(lists.parts) / num_rows
+    split = 1 if average <= FEW_PARTS else 2 if average <= 2 * FEW_PARTS else 4
     vec = 4 if dim % 128 == 0 else 2 if dim % 2 == 0 else 1
     macros = {
         "DTYPE": DTYPES[out.dtype],
@@ -91,6 +97,7 @@ def merge_parts(
         "HEAD_DIM": dim,
         "GROUP": group,
         "VEC": vec,
+        "SPLIT": split,
     }
     params = _Params(
         o_part=o_part.data_ptr(),
@@ -107,7 +114,9 @@ def merge_parts(
     if stream is None:
         stream = torch.cuda.current_stream(out.device).cuda_stream
     found = kernel("merge", "merge_parts", macros, out.device.index)
-    found.launch((-(-num_rows * group // WARPS), 1, 1), (WARPS * 32, 1, 1), 0, stream, params, pdl=pdl)
+    found.launch(
+        (-(-num_rows * group * split // WARPS), 1, 1), (WARPS * 32, 1, 1), 0, stream, params, pdl=pdl
+    )
 
 
 def _check(o_part: Tensor, lse2_part: Tensor, out: Tensor, lse2: Tensor | None, sinks: Tensor | None) -> None:
@@ -145,14 +154,16 @@ def variants() -> tuple[Variant, ...]:
                 ("HEAD_DIM", dim),
                 ("GROUP", group),
                 ("VEC", 4 if dim == 128 else 2),
+                ("SPLIT", split),
             ),
         )
-        for dtype, part, dim, group in (
-            (2, 0, 128, 4),
-            (2, 0, 128, 8),
-            (2, 0, 64, 3),
-            (1, 0, 128, 4),
-            (2, 2, 128, 4),
-            (0, 0, 64, 2),
+        for dtype, part, dim, group, split in (
+            (2, 0, 128, 4, 1),
+            (2, 0, 128, 4, 2),
+            (2, 0, 128, 8, 4),
+            (2, 0, 64, 3, 1),
+            (1, 0, 128, 4, 4),
+            (2, 2, 128, 4, 1),
+            (0, 0, 64, 2, 1),
         )
     )

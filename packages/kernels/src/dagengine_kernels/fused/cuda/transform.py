@@ -16,11 +16,8 @@ from dagengine_kernels.fused.cuda.vectors import HeadLayout
 MOVE_FIELDS = 8
 """page, row, count, row of the table (-1: leave K as it is), destination page, destination row, two unused."""
 
-THREADS, UNROLL = 256, 2
-"""Threads of a block (half where a page has no rows for more), and rows that each of them has under way."""
-
-BLOCK_BYTES = 16384
-"""K bytes that a block should move at least: small pages share a block's kv heads."""
+THREADS, UNROLL, STREAMING = 128, 1, 0
+"""Threads of a block, rows that each of them has under way, and whether stores pass by L2."""
 
 
 class _Params(ctypes.Structure):
@@ -60,11 +57,7 @@ def transform(
     """
     if not len(moves):
         return
-    kv_heads, page_size, dim = kv_layer.shape[2:]
-    threads = THREADS if page_size * layout.lanes > THREADS // 2 else THREADS // 2
-    unroll = max(1, min(UNROLL, page_size * layout.lanes // threads))
-    head_bytes = page_size * dim * kv_layer.element_size()
-    heads_per_block = max(1, min(kv_heads, BLOCK_BYTES // head_bytes))
+    kv_heads, page_size = kv_layer.shape[2:4]
     params = _Params(
         pages=kv_layer.data_ptr(),
         k_out=k_out.data_ptr(),
@@ -77,29 +70,25 @@ def transform(
         kv_heads=kv_heads,
         page_size=page_size,
     )
-    found = kernel(
-        "transform",
-        "transform",
-        {**layout.macros(), "THREADS": threads, "UNROLL": unroll},
-        kv_layer.device.index,
-    )
+    macros = {**layout.macros(), "THREADS": THREADS, "UNROLL": UNROLL, "STREAMING": STREAMING}
+    found = kernel("transform", "transform", macros, kv_layer.device.index)
+    rows = UNROLL * THREADS // layout.lanes
     stream = torch.cuda.current_stream(kv_layer.device).cuda_stream
-    grid = (len(moves), -(-kv_heads // heads_per_block), 1)
-    found.launch(grid, (threads, 1, 1), 0, stream, params, pdl=pdl)
+    grid = (len(moves), kv_heads, -(-page_size // rows))
+    found.launch(grid, (THREADS, 1, 1), 0, stream, params, pdl=pdl)
 
 
 def variants() -> tuple[Variant, ...]:
     """What the compile gate builds."""
     listed = []
-    for dtype, head_dim, rotary_dim, interleaved, vec, lanes, threads in (
-        (2, 128, 128, 0, 8, 8, 256),
-        (2, 128, 128, 0, 8, 8, 128),
-        (2, 128, 128, 1, 8, 8, 256),
-        (2, 128, 0, 0, 8, 8, 256),
-        (2, 64, 64, 0, 8, 4, 256),
-        (2, 256, 64, 0, 8, 16, 256),
-        (1, 128, 128, 0, 8, 8, 256),
-        (0, 64, 64, 0, 4, 8, 256),
+    for dtype, head_dim, rotary_dim, interleaved, vec, lanes in (
+        (2, 128, 128, 0, 8, 8),
+        (2, 128, 128, 1, 8, 8),
+        (2, 128, 0, 0, 8, 8),
+        (2, 64, 64, 0, 8, 4),
+        (2, 256, 64, 0, 8, 16),
+        (1, 128, 128, 0, 8, 8),
+        (0, 64, 64, 0, 4, 8),
     ):
         macros = (
             ("DTYPE", dtype),
@@ -108,8 +97,9 @@ def variants() -> tuple[Variant, ...]:
             ("INTERLEAVED", interleaved),
             ("VEC", vec),
             ("LANES", lanes),
-            ("THREADS", threads),
-            ("UNROLL", 2 * threads // THREADS),
+            ("THREADS", THREADS),
+            ("UNROLL", UNROLL),
+            ("STREAMING", STREAMING),
         )
         listed.append(Variant("transform", "transform", macros))
     return tuple(listed)

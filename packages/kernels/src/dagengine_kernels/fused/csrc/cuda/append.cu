@@ -8,7 +8,7 @@ struct Params {
     const void* k;             // [T, Hkv, D]
     const void* v;             // [T, Hkv, D]
     void* pages;               // [pages, 2, Hkv, page_size, D]
-    const i64* slots;          // [T]
+    const i64* slots;          // [T], below 2^32
     const i64* positions;      // [T]; not read without rotation
     const float* table;        // [length, ROTARY_DIM / 2, 2]
     const float* k_weight;     // [D]
@@ -18,7 +18,8 @@ struct Params {
     i64 k_token, k_head;       // strides in elements
     i64 v_token, v_head;
     i64 q_token, q_head;
-    int tokens, kv_heads, q_heads, page_size;
+    int tokens, kv_heads, q_heads;
+    u32 page_size;
     int kv_rows;               // how many rows of blocks share the kv heads of a token
     int q_rows;                // and the q heads
     float k_eps, q_eps;
@@ -102,9 +103,22 @@ struct Head {
     }
 };
 
+// K and V of one head as they come.
+struct Pair {
+    Head k, v;
+
+    __device__ void load(const Params& p, int token, int head, int lane) {
+        const bool active = head < p.kv_heads;
+        k.load(p.k, token * p.k_token + head * p.k_head, lane, active);
+        v.load(p.v, token * p.v_token + head * p.v_head, lane, active);
+    }
+};
+
 __device__ void append_kv(const Params& p, int token, int share, int lane, int sub) {
-    const i64 slot = p.slots[token];
-    const i64 page = slot / p.page_size, row = slot - page * p.page_size;
+    // Nothing that these loads wait for: they come first.
+    Pair now;
+    now.load(p, token, share * HEADS_AT_ONCE + sub, lane);
+    const u32 slot = static_cast<u32>(p.slots[token]);
     Angles angles[ROUNDS];
     if constexpr (ROTARY_DIM > 0) {
         const float* table = p.table + p.positions[token] * ROTARY_DIM;
@@ -113,28 +127,29 @@ __device__ void append_kv(const Params& p, int token, int share, int lane, int s
     }
     Norm norm;
     if constexpr (NORM_K) norm.load(p.k_weight, lane);
+    const u32 page = slot / p.page_size, row = slot - page * p.page_size;
     const i64 head_elements = static_cast<i64>(p.page_size) * HEAD_DIM;
-    const i64 to_k = page * 2 * p.kv_heads * head_elements + row * HEAD_DIM;
+    const i64 to_k = static_cast<i64>(page) * 2 * p.kv_heads * head_elements + static_cast<i64>(row) * HEAD_DIM;
     const i64 to_v = to_k + p.kv_heads * head_elements;
-#pragma unroll 2
-    for (int h = share * HEADS_AT_ONCE; h < p.kv_heads; h += p.kv_rows * HEADS_AT_ONCE) {
+    const int step = p.kv_rows * HEADS_AT_ONCE;
+    for (int h = share * HEADS_AT_ONCE; h < p.kv_heads; h += step) {
         const int head = h + sub;
         const bool active = head < p.kv_heads;
-        Head k, v;
-        k.load(p.k, token * p.k_token + head * p.k_head, lane, active);
-        v.load(p.v, token * p.v_token + head * p.v_head, lane, active);
+        Pair next;
+        next.load(p, token, head + step, lane);
         if constexpr (NORM_K || ROTARY_DIM > 0) {
             float x[ROUNDS][2][VEC];
-            k.unpack(x);
+            now.k.unpack(x);
             if constexpr (NORM_K) norm.apply(x, p.k_eps);
             if constexpr (ROTARY_DIM > 0) {
 #pragma unroll
                 for (int r = 0; r < ROUNDS; ++r) angles[r].turn(x[r][0], x[r][1]);
             }
-            k.pack(x);
+            now.k.pack(x);
         }
-        k.store(p.pages, to_k + head * head_elements, lane, active);
-        v.store(p.pages, to_v + head * head_elements, lane, active);
+        now.k.store(p.pages, to_k + head * head_elements, lane, active);
+        now.v.store(p.pages, to_v + head * head_elements, lane, active);
+        now = next;
     }
 }
 

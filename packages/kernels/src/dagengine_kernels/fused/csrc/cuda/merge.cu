@@ -1,8 +1,9 @@
 // Partial results of a plan merged by their LSE (base 2), learned sinks included once.
 //
-// One warp takes a merge row (table row, kv head) and one of its G query heads. Parts are added in the order listed, so
-// the bits are the same from run to run. A part with lse2 = -inf is not read. Configured by DTYPE (of `out`), PART_DTYPE
-// (of `o_part`), HEAD_DIM, GROUP, VEC.
+// SPLIT warps take a merge row (table row, kv head) and one of its G query heads, each a stretch of its parts. Parts are
+// added in the order listed and the warps' sums in theirs, so the bits are the same from run to run. A part with
+// lse2 = -inf counts nothing, whatever its o_part holds. Configured by DTYPE (of `out`), PART_DTYPE (of `o_part`),
+// HEAD_DIM, GROUP, VEC, SPLIT (1, 2 or 4).
 #include "vectors.cuh"
 
 struct Params {
@@ -19,8 +20,10 @@ struct Params {
 
 constexpr int WARPS = 4;
 constexpr int ROUNDS = (HEAD_DIM / VEC + 31) / 32;
+constexpr int AHEAD = 8;       // parts under way
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr int AHEAD = 4;
+
+typedef Vector<PART_DTYPE, VEC> Part;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
@@ -36,76 +39,122 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
+// The merge of some parts: 2^top * total is the sum of 2^lse2, `sum` their weighted sum in units of 2^top.
+struct Merged {
+    float top, total;
+    float sum[ROUNDS][VEC];
+};
+
+__device__ void load_parts(Part (&loaded)[AHEAD][ROUNDS], const Params& p, int part, int first, int count, int g, int lane) {
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+        const int index = __shfl_sync(0xffffffffu, part, (first + a) & 31);
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int at = (lane + r * 32) * VEC;
+            loaded[a][r] = Part{};
+            if (first + a < count && at < HEAD_DIM)
+                loaded[a][r] = Part::load(p.o_part, (static_cast<i64>(index) * GROUP + g) * HEAD_DIM + at);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32) merge_parts(const __grid_constant__ Params p) {
     let_next_kernel_start();
-    const int task = blockIdx.x * WARPS + threadIdx.x / 32;
-    const int j = task / GROUP, g = task - j * GROUP, lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int task = blockIdx.x * (WARPS / SPLIT) + warp / SPLIT, share = warp % SPLIT;
+    const int j = task / GROUP, g = task - j * GROUP;
     // The lists are older than the kernel whose partials these are, so they are read before it has ended.
     const int row = j < p.num_rows ? p.rows[j] : -1;
-    if (row < 0) {
-        wait_for_previous_kernel();
-        return;
+    int begin = 0, end = 0, part = -1;
+    if (row >= 0) {
+        const int first = p.indptr[j], count = p.indptr[j + 1] - first;
+        begin = first + count * share / SPLIT;
+        end = first + count * (share + 1) / SPLIT;
+        if (begin + lane < end) part = p.parts[begin + lane];
     }
-    const int begin = p.indptr[j], end = p.indptr[j + 1];
-    const int head = row % p.kv_heads * GROUP + g;
-    const int first_part = begin + lane < end ? p.parts[begin + lane] : -1;
-    float top = p.sinks ? p.sinks[head] * LOG2E : minus_infinity();
-    float total = p.sinks ? 1.0f : 0.0f;
     wait_for_previous_kernel();
 
-    float sum[ROUNDS][VEC] = {};
+    Merged mine;
+    mine.top = minus_infinity();
+    mine.total = 0.0f;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r)
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) mine.sum[r][i] = 0.0f;
     for (int base = begin; base < end; base += 32) {
-        int part = first_part;
         if (base > begin) part = base + lane < end ? p.parts[base + lane] : -1;
+        const int count = min(32, end - base);
+        // Loaded beside the LSEs, not after them: what turns out to be empty is dropped by its weight.
+        Part loaded[AHEAD][ROUNDS];
+        load_parts(loaded, p, part, 0, count, g, lane);
         const float lse2 = part >= 0 ? p.lse2_part[static_cast<i64>(part) * GROUP + g] : minus_infinity();
-        const float new_top = fmaxf(top, warp_max(lse2));
-        if (new_top == minus_infinity()) continue;
-        const float scale = exp2f(top - new_top);
-        const float weight = exp2f(lse2 - new_top);
-        total = total * scale + warp_sum(weight);
-        top = new_top;
+        const float top = fmaxf(mine.top, warp_max(lse2));
+        const float finite_top = top == minus_infinity() ? 0.0f : top;
+        const float scale = exp2f(mine.top - finite_top);
+        const float weight = exp2f(lse2 - finite_top);
+        mine.total = mine.total * scale + warp_sum(weight);
+        mine.top = top;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r)
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) sum[r][i] *= scale;
-        const int count = min(32, end - base);
+            for (int i = 0; i < VEC; ++i) mine.sum[r][i] *= scale;
         for (int n = 0; n < count; n += AHEAD) {
-            Vector<PART_DTYPE, VEC> loaded[AHEAD][ROUNDS];
-            float weights[AHEAD];
+            if (n > 0) load_parts(loaded, p, part, n, count, g, lane);
 #pragma unroll
             for (int a = 0; a < AHEAD; ++a) {
-                const int index = __shfl_sync(0xffffffffu, part, (n + a) & 31);
                 const float w = __shfl_sync(0xffffffffu, weight, (n + a) & 31);
-                weights[a] = n + a < count ? w : 0.0f;
-#pragma unroll
-                for (int r = 0; r < ROUNDS; ++r) {
-                    const int at = (lane + r * 32) * VEC;
-                    loaded[a][r] = Vector<PART_DTYPE, VEC>{};
-                    if (weights[a] > 0.0f && at < HEAD_DIM)
-                        loaded[a][r] = Vector<PART_DTYPE, VEC>::load(p.o_part, (static_cast<i64>(index) * GROUP + g) * HEAD_DIM + at);
-                }
-            }
-#pragma unroll
-            for (int a = 0; a < AHEAD; ++a)
 #pragma unroll
                 for (int r = 0; r < ROUNDS; ++r) {
                     float x[VEC];
                     loaded[a][r].unpack(x);
 #pragma unroll
-                    for (int i = 0; i < VEC; ++i) sum[r][i] += weights[a] * x[i];
+                    for (int i = 0; i < VEC; ++i)
+                        if (n + a < count && w > 0.0f) mine.sum[r][i] += w * x[i];
                 }
+            }
         }
     }
 
-    const float share = total > 0.0f ? 1.0f / total : 0.0f;
+    if constexpr (SPLIT > 1) {
+        __shared__ Merged others[WARPS][32];
+        others[warp][lane] = mine;
+        __syncthreads();
+        if (share != 0) return;
+#pragma unroll
+        for (int s = 1; s < SPLIT; ++s) {
+            const Merged& other = others[warp + s][lane];
+            const float top = fmaxf(mine.top, other.top);
+            const float finite_top = top == minus_infinity() ? 0.0f : top;
+            const float a = exp2f(mine.top - finite_top), b = exp2f(other.top - finite_top);
+            mine.top = top;
+            mine.total = mine.total * a + other.total * b;
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r)
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) mine.sum[r][i] = mine.sum[r][i] * a + other.sum[r][i] * b;
+        }
+    }
+    if (row < 0) return;
+    if (p.sinks) {
+        const float sink = p.sinks[row % p.kv_heads * GROUP + g] * LOG2E;
+        const float top = fmaxf(mine.top, sink), scale = exp2f(mine.top - top);
+        mine.top = top;
+        mine.total = mine.total * scale + exp2f(sink - top);
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) mine.sum[r][i] *= scale;
+    }
+    const float factor = mine.total > 0.0f ? 1.0f / mine.total : 0.0f;
     const i64 to = static_cast<i64>(row) * GROUP + g;
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const int at = (lane + r * 32) * VEC;
         float x[VEC];
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) x[i] = sum[r][i] * share;
+        for (int i = 0; i < VEC; ++i) x[i] = mine.sum[r][i] * factor;
         if (at < HEAD_DIM) Vector<DTYPE, VEC>::pack(x).store(p.out, to * HEAD_DIM + at);
     }
-    if (p.lse2 && lane == 0) p.lse2[to] = total > 0.0f ? top + log2f(total) : minus_infinity();
+    if (p.lse2 && lane == 0) p.lse2[to] = mine.total > 0.0f ? mine.top + log2f(mine.total) : minus_infinity();
 }

@@ -38,6 +38,11 @@ template <int TYPE, int N> union Vector {
         *reinterpret_cast<decltype(raw)*>(static_cast<char*>(base) + element * ELEMENT_BYTES<TYPE>) = raw;
     }
 
+    // Not read again soon: first to leave L2.
+    __device__ void store_streaming(void* base, i64 element) const {
+        __stcs(reinterpret_cast<decltype(raw)*>(static_cast<char*>(base) + element * ELEMENT_BYTES<TYPE>), raw);
+    }
+
     __device__ void unpack(float (&out)[N]) const {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
