@@ -3,19 +3,16 @@
 import random
 from collections import Counter
 
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 
 from dagengine_kernels.fused import planner_twin
 from dagengine_kernels.fused.native import why_missing
 from dagengine_kernels.fused.plan import INVISIBLE, PlanArrays, PlanParameters
 from dagengine_kernels.fused.planner import balance, implementation, plan_spans, plan_table
 from dagengine_kernels.fused.spans import SequenceSpans, SpanTable, to_spans
-
 
 H200 = PlanParameters(group=4, num_kv_heads=8, rows_per_tile=(64, 128), workers=(264, 132), boxes=1)
 
