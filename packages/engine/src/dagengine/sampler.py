@@ -55,10 +55,8 @@ class NonFiniteLogits:
 
 def sample(logits: Tensor, rows: SequenceOf[SamplingRow]) -> list[Sampled | NonFiniteLogits]:
     """Sample one token per row of `logits` [R, V] (float32); ids that no tokenizer knows are already at -inf."""
-    best = logits.argmax(dim=-1)
-    peak = logits.gather(1, best[:, None])[:, 0]
-    finite = (torch.isfinite(peak) & ~torch.isnan(logits).any(dim=-1)).tolist()
-    greedy = best.tolist()
+    finite = torch.isfinite(logits.amax(dim=-1)).tolist()  # the greatest of a row that holds NaN is NaN
+    greedy = _argmax(logits)
     result: list[Sampled | NonFiniteLogits] = []
     for index, row in enumerate(rows):
         if not finite[index]:
@@ -70,6 +68,13 @@ def sample(logits: Tensor, rows: SequenceOf[SamplingRow]) -> list[Sampled | NonF
             continue
         result.append(Sampled(token, _logprob(logits[index], token, row.params.logprobs)))
     return result
+
+
+def _argmax(logits: Tensor) -> list[int]:
+    """The first of the greatest of each row; numpy's is many times faster than torch's on a CPU."""
+    found = logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(dim=-1)
+    ids: list[int] = found.tolist()
+    return ids
 
 
 def _sample_row(logits: Tensor, row: SamplingRow) -> int | None:

@@ -7,7 +7,8 @@ import torch
 from dagengine_positions import ModelGeometry
 
 from ..weights import WeightSource, take_head
-from .layers import Attention, Decoder, DecoderLayer, GatedMLP, Linear, RMSNorm
+from .layers import Attention, Decoder, DecoderLayer, GatedMLP, RMSNorm
+from .linear import Linear
 
 
 class LlamaForCausalLM(Decoder):
@@ -21,7 +22,7 @@ class LlamaForCausalLM(Decoder):
         layers = tuple(_layer(geometry, source, index) for index in range(geometry.num_layers))
         norm = RMSNorm(source.take("model.norm.weight", (hidden,)), eps)
         head = take_head(source, embedding, tied=geometry.tie_word_embeddings)
-        return cls(embedding, layers, norm, head)
+        return cls(embedding, layers, norm, Linear.sharing(head))
 
 
 def _layer(geometry: ModelGeometry, source: WeightSource, index: int) -> DecoderLayer:
