@@ -1,0 +1,282 @@
+"""The walk over a plan: one program per work, for decode and prefill alike. Knows the plan's arrays and pages.
+
+    program   one query tile (up to M rows of one kv head) x a stretch of its KV tiles
+    pieces    of that stretch, each of one run and one kind (pieces.py); q is turned once per run
+
+    kind      whole pages?   every row sees every token?
+    SEEN      yes            yes                            no masks
+    WHOLE     yes            no                             a row mask on the scores
+    RAGGED    no             no                             that, and V's rows outside LO..HI are zeroed
+
+Scores are in the exp2 domain: q is multiplied by scale * log2(e) when it is turned, so m, l and LSE are base 2.
+q and K are held in two halves of C = BLOCK_D / 2 elements: turning half a head at a time takes half the registers.
+"""
+
+import triton
+import triton.language as tl
+
+from dagengine_kernels.fused.triton.rotate import load_move, load_turned, move_keys
+
+SEEN = tl.constexpr(0)
+WHOLE = tl.constexpr(1)
+RAGGED = tl.constexpr(2)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NEVER = tl.constexpr(2**31 - 1)
+INVISIBLE = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def load_tile(
+    kv,
+    pages,
+    entries,
+    tile,
+    head,
+    KIND: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    PAGE: tl.constexpr,
+    BOXES: tl.constexpr,
+    N: tl.constexpr,
+):
+    """A KV tile: K's halves [N, C] each, V [N, 2 * C], stored positions [N].
+
+    Outside LO..HI V is 0, the stored position is NEVER, and K may be anything, NaN included.
+    """
+    n = tl.arange(0, N)
+    entry = entries + tile * (BOXES * 4)
+    inside = n < BOXES * PAGE
+    if pages is not None:
+        k_pages, v_pages = pages
+        row = (tl.load(entry) * (2 * HKV) + head) * PAGE
+        k_left = k_pages.load([row, 0])
+        k_right = k_pages.load([row, C])
+        v = v_pages.load([row + HKV * PAGE, 0])
+        stored = tl.load(entry + 2) + n
+        if KIND == RAGGED:
+            rows = tl.load(entry + 1)
+            inside = (n >= (rows & 0xFFFF)) & (n < (rows >> 16))
+    else:
+        d = tl.arange(0, C)
+        box = tl.minimum(n // PAGE, BOXES - 1) * 4
+        row = n % PAGE
+        # Of a null entry page 0 is read and nothing used.
+        page = tl.maximum(tl.load(entry + box), 0).to(tl.int64)
+        at = kv + ((page * (2 * HKV) + head) * PAGE + row)[:, None] * D + d[None, :]
+        if D < 2 * C:
+            k_left = tl.load(at, mask=(d < D)[None, :], other=0.0)
+            k_right = tl.load(at + C, mask=(d + C < D)[None, :], other=0.0)
+        else:
+            k_left = tl.load(at)
+            k_right = tl.load(at + C)
+        d = tl.arange(0, 2 * C)
+        at = kv + ((page * (2 * HKV) + HKV + head) * PAGE + row)[:, None] * D + d[None, :]
+        if D < 2 * C:
+            v = tl.load(at, mask=(d < D)[None, :], other=0.0)
+        else:
+            v = tl.load(at)
+        stored = tl.load(entry + box + 2) + row
+        if KIND == RAGGED:
+            rows = tl.load(entry + box + 1)
+            inside = inside & (row >= (rows & 0xFFFF)) & (row < (rows >> 16))
+    if KIND == RAGGED or BOXES * PAGE < N:
+        v = tl.where(inside[:, None], v, 0.0)
+        stored = tl.where(inside, stored, NEVER)
+    return k_left, k_right, v, stored
+
+
+@triton.jit
+def walk(
+    q_left,
+    q_right,
+    eff,
+    delta,
+    top,
+    total,
+    acc,
+    begin,
+    end,
+    kv,
+    pages,
+    entries,
+    head,
+    cos,
+    sin,
+    scaling,
+    cap2,
+    KIND: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    PAGE: tl.constexpr,
+    BOXES: tl.constexpr,
+    N: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TURN_KEYS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """KV tiles begin..end-1, all of one kind, into the running top [M], total [M] and acc [M, 2 * C]."""
+    if TURN_KEYS and HALF > 0:
+        move_cos, move_sin = load_move(cos, sin, delta, scaling, HALF)
+    if UPCAST:
+        q_left, q_right = q_left.to(tl.float32), q_right.to(tl.float32)
+    for tile in tl.range(begin, end):
+        k_left, k_right, v, stored = load_tile(
+            kv, pages, entries, tile, head, KIND, HKV, D, C, PAGE, BOXES, N
+        )
+        if TURN_KEYS and HALF > 0:
+            left, right = move_keys(k_left, k_right, move_cos, move_sin, N, HALF, INTERLEAVED)
+            k_left, k_right = left.to(v.dtype), right.to(v.dtype)
+        if UPCAST:
+            k_left, k_right, v = k_left.to(tl.float32), k_right.to(tl.float32), v.to(tl.float32)
+        scores = tl.dot(q_left, tl.trans(k_left), input_precision="ieee")
+        scores = tl.dot(q_right, tl.trans(k_right), scores, input_precision="ieee")
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1); the scores come divided by the cap.
+            scores = cap2 * (1.0 - 2.0 / (tl.exp2(scores * (2 * LOG2E)) + 1.0))
+        if KIND != SEEN or BOXES * PAGE < N:
+            sees = stored[None, :] <= eff[:, None]
+            if WINDOW > 0:
+                sees = sees & (stored[None, :] > eff[:, None] - WINDOW)
+            scores = tl.where(sees, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = new_top if KIND == SEEN else tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        top = new_top
+    return top, total, acc
+
+
+@triton.jit
+def attend(
+    q,
+    kv,
+    pages,
+    cos,
+    sin,
+    positions,
+    works,
+    pieces,
+    tile_rows,
+    entries,
+    deltas,
+    out,
+    lse2,
+    o_part,
+    lse2_part,
+    sinks,
+    q_factor,
+    cap2,
+    scaling,
+    last_position,
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BOXES: tl.constexpr,
+    N: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TURN_KEYS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One work.
+
+    Args:
+        q: [T, Hkv * GROUP, D] unrotated. kv: [pages, 2, Hkv, PAGE, D]. pages: the same as two descriptors of
+            [pages * 2 * Hkv * PAGE, D], in blocks of [PAGE, BLOCK_D / 2] and of [PAGE, BLOCK_D]; None where a
+            tile is not one page.
+        cos, sin: as rotate.py says, None if HALF is 0; last_position: theirs; scaling: their attention scaling.
+        positions: int32 [T] view positions.
+        works: int32 [W, 5], pieces: int32 [P, 6], see pieces.py.
+        tile_rows, entries, deltas: as plan.py says.
+        out: [T, Hkv * GROUP, D]; lse2: float32 [T, Hkv * GROUP]; written where PART is -1.
+        o_part: float32 [.., GROUP, D]; lse2_part: float32 [.., GROUP]; written elsewhere.
+        sinks: float32 [Hkv * GROUP] logits, base e, or None.
+        q_factor: scale * log2(e), or scale / cap. cap2: cap * log2(e), if SOFTCAP.
+        UPCAST: multiply in float32, for the interpreter.
+    """
+    work = works + tl.program_id(0) * 5
+    query_tile, head = tl.load(work), tl.load(work + 1)
+    first, last, part = tl.load(work + 2), tl.load(work + 3), tl.load(work + 4)
+
+    m = tl.arange(0, BLOCK_M)
+    slot, g = m // GROUP, m % GROUP
+    slots: tl.constexpr = M // GROUP
+    row = tl.load(tile_rows + query_tile * slots + slot, mask=slot < slots, other=-1)
+    # Padding does as row 0 does, and is not stored.
+    real = row >= 0
+    row = tl.maximum(row, 0)
+    position = tl.load(positions + row)
+    q_head = head * GROUP + g
+    place = row.to(tl.int64) * (HKV * GROUP) + q_head
+    dtype = q.dtype.element_ty
+
+    C: tl.constexpr = BLOCK_D // 2
+    top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for i in range(first, last):
+        piece = pieces + i * 6
+        delta, vec = tl.load(piece), tl.load(piece + 1)
+        begin, end, kind = tl.load(piece + 2), tl.load(piece + 3), tl.load(piece + 4)
+        listed = tl.where(slot < slots, vec, -1)
+        own = tl.load(deltas + listed + slot, mask=listed >= 0, other=delta)
+        # -1 is before every stored position.
+        eff = tl.where(own == INVISIBLE, -1, tl.maximum(position - own, -1))
+        at = position if TURN_KEYS else tl.minimum(tl.maximum(eff, 0), last_position)
+        q_left, q_right = load_turned(q + place * D, None, cos, sin, at, D, C, HALF, INTERLEAVED)
+        q_left, q_right = (q_left * q_factor).to(dtype), (q_right * q_factor).to(dtype)
+        if kind == SEEN:
+            top, total, acc = walk(
+                q_left, q_right, eff, delta, top, total, acc, begin, end, kv, pages, entries, head, cos, sin, scaling,
+                cap2, SEEN, HKV, D, C, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
+            )  # fmt: skip
+        elif kind == WHOLE:
+            top, total, acc = walk(
+                q_left, q_right, eff, delta, top, total, acc, begin, end, kv, pages, entries, head, cos, sin, scaling,
+                cap2, WHOLE, HKV, D, C, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
+            )  # fmt: skip
+        else:
+            top, total, acc = walk(
+                q_left, q_right, eff, delta, top, total, acc, begin, end, kv, pages, entries, head, cos, sin, scaling,
+                cap2, RAGGED, HKV, D, C, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
+            )  # fmt: skip
+
+    d = tl.arange(0, BLOCK_D)
+    inside = real[:, None] & (d < D)[None, :]
+    saw = total > 0
+    divisor = tl.where(saw, total, 1.0)
+    log_sum = tl.where(saw, top + tl.log2(divisor), -float("inf"))
+    if part >= 0:
+        partial = (part + slot).to(tl.int64) * GROUP + g
+        tl.store(lse2_part + partial, log_sum, mask=real)
+        tl.store(o_part + partial[:, None] * D + d[None, :], acc / divisor[:, None], mask=inside)
+    else:
+        share = 1.0 / divisor
+        if sinks is not None:
+            log_sum, taken = with_sink(log_sum, tl.load(sinks + q_head))
+            share = share * taken
+        tl.store(lse2 + place, log_sum, mask=real)
+        tl.store(out + place[:, None] * D + d[None, :], (acc * share[:, None]).to(dtype), mask=inside)
+
+
+@triton.jit
+def with_sink(log_sum, sink):
+    """lse2 with a sink's logit (base e) in it, and the share that is left to what was there before."""
+    sink2 = sink * LOG2E
+    high = tl.maximum(log_sum, sink2)
+    joint = high + tl.log2(tl.exp2(log_sum - high) + tl.exp2(sink2 - high))
+    return joint, tl.exp2(log_sum - joint)
