@@ -19,7 +19,7 @@ from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
 from dagengine_kernels.fused.cuda import driver
 from dagengine_kernels.fused.cuda.merge import MergeLists, merge_parts
 from dagengine_kernels.fused.executor import Executor, FusedPlan
-from dagengine_kernels.fused.plan import PlanParameters
+from dagengine_kernels.fused.plan import ENTRY_RUN, WORK_BEGIN, PlanArrays, PlanClass, PlanParameters
 from dagengine_kernels.lse import LOG2E
 from dagengine_kernels.rotary import RotaryTable
 from dagengine_kernels.segments import SegmentTable
@@ -27,6 +27,7 @@ from dagengine_kernels.segments import SegmentTable
 THREADS = 384
 SHARED_BYTES = 227 * 1024
 NARROW, WIDE = 64, 128
+L2 = 0
 EXTRA: dict[str, int] = {}
 
 
@@ -45,17 +46,16 @@ class AttendParams(ctypes.Structure):
         ("entries", ctypes.c_uint64),
         ("runs", ctypes.c_uint64),
         ("deltas", ctypes.c_uint64),
-        ("tile_rows", ctypes.c_uint64),
+        ("slots", ctypes.c_uint64),
         ("works", ctypes.c_uint64),
         ("work_indptr", ctypes.c_uint64),
-        ("q_positions", ctypes.c_uint64),
         ("step", ctypes.c_uint64),
         ("score_scale", ctypes.c_float),
         ("cap_log2", ctypes.c_float),
         ("rotary_length", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
-        ("padding", ctypes.c_int32 * 13),
+        ("padding", ctypes.c_int32 * 15),
     ]
 
 
@@ -82,17 +82,20 @@ class Geometry:
 
     @property
     def stages(self) -> int:
-        """As many as shared memory holds, up to 8."""
-        tile = 2 * self.page * self.boxes * self.head_dim * 2
-        return min(8, (SHARED_BYTES // self.streams - 2048) // tile)
+        """Tiles in flight: as many as shared memory holds, up to 8."""
+        return max(s for s in range(1, 9) if self._bytes(s) <= SHARED_BYTES)
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of a CTA, as the kernel lays it out."""
+        """Dynamic shared memory of a CTA."""
+        return self._bytes(self.stages)
+
+    def _bytes(self, stages: int) -> int:
+        """As attend.cu lays it out: K and V tiles, headers and boxes, barriers, turned q."""
         tile = self.page * self.boxes * self.head_dim * 2
-        meta = self.stages * (16 + 16 * self.boxes)
-        barriers = (2 * self.stages * tile + meta + 15) // 16 * 16
-        return self.streams * ((barriers + 32 * self.stages + 1023) // 1024 * 1024)
+        barriers = (2 * stages * tile + stages * (16 + 16 * self.boxes) + 15) // 16 * 16
+        query = self.rows * self.head_dim * 2
+        return self.streams * ((barriers + 32 * stages + 1023) // 1024 * 1024 + query)
 
 
 def macros(
@@ -175,10 +178,13 @@ class CudaExecutor(Executor):
         host = _Upload()
         names = ["entries", "runs", "deltas", "merge_rows", "merge_indptr", "merge_parts"]
         places = {name: host.add(getattr(arrays, name)) for name in names}
-        places["q_positions"] = host.add(plan.table.q_positions.astype(np.int32))
         places["step"] = host.add(np.zeros(1, np.int32))
         of_class = [
-            {n: host.add(getattr(c, n)) for n in ("tile_rows", "works", "work_indptr")}
+            {
+                "slots": host.add(_slots(c, plan.table.q_positions)),
+                "works": host.add(_works(c, arrays)),
+                "work_indptr": host.add(c.work_indptr),
+            }
             for c in arrays.classes
         ]
         ints = host.to(device)
@@ -203,7 +209,7 @@ class CudaExecutor(Executor):
                 rotary_length=0 if plan.rotary is None else plan.rotary.length,
                 window=shape.window or 0,
                 num_kv_heads=shape.num_kv_heads,
-                **{n: base + 4 * places[n] for n in ("entries", "runs", "deltas", "q_positions", "step")},
+                **{n: base + 4 * places[n] for n in ("entries", "runs", "deltas", "step")},
                 **{n: base + 4 * at[n] for n in at},
             )
             grid = (len(c.work_indptr) - 1) // geometry.streams
@@ -267,10 +273,22 @@ class CudaExecutor(Executor):
                 dims=(dim, page, 2 * heads, pages),
                 strides_bytes=(dim * size, page * dim * size, 2 * heads * page * dim * size),
                 box=(64, page, 1, 1),
-                swizzle_128b=True,
+                swizzle_128b=True, l2_bytes=L2,
             )
             found = maps[key] = (ctypes.c_uint64 * 16).from_buffer_copy(raw)
         return found
+
+
+def _slots(c: PlanClass, q_positions: np.ndarray) -> np.ndarray:
+    """int32 [tiles, slots, 2]: table row and its view position."""
+    positions = q_positions[np.maximum(c.tile_rows, 0)].astype(np.int32)
+    return np.stack((c.tile_rows, positions), -1)
+
+
+def _works(c: PlanClass, arrays: PlanArrays) -> np.ndarray:
+    """int32 [W, 8]: the works and the run of the first tile of each: RUN, DELTA, VEC."""
+    runs = arrays.entries[c.works[:, WORK_BEGIN] * arrays.boxes, ENTRY_RUN]
+    return np.concatenate((c.works, runs[:, None], arrays.runs[runs]), 1)
 
 
 class _Upload:

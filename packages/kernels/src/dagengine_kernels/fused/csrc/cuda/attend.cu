@@ -11,12 +11,6 @@
 // (fp16 instead of bf16), ROTARY_DIM (0: none; a multiple of 16), INTERLEAVED 0|1, SOFTCAP 0|1, WINDOW 0|1.
 // Knows no requests; positions only as the integers of the plan.
 
-#ifndef PINGPONG
-#define PINGPONG 0
-#endif
-#ifndef EVICT
-#define EVICT 0
-#endif
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -39,6 +33,9 @@ constexpr int LAST = 1, PARTIAL = 2;
 
 struct alignas(64) TensorMap { char opaque[128]; };
 
+// A work of the plan and the run that its first tile belongs to, so that q is turned while that tile is on its way.
+struct alignas(16) Work { int tile, head, begin, end, part, run, delta, vec; };
+
 struct Params {
     TensorMap kv;              // [pages, 2 * Hkv, PAGE, D], box [1, 1, PAGE, 64], 128-byte swizzle
     const void* q;             // [T, Hq, D], unrotated
@@ -51,10 +48,9 @@ struct Params {
     const int4* entries;
     const int2* runs;
     const int* deltas;
-    const int* tile_rows;      // [tiles, SLOTS]
-    const int* works;          // [W, 5]
-    const int* work_indptr;    // [grid + 1]
-    const int* q_positions;    // [T]
+    const int2* slots;         // [tiles, SLOTS]: table row (-1 pads) and its view position
+    const Work* works;
+    const int* work_indptr;    // [workers + 1]
     const int* step;           // positions have advanced by this since the plan was made
     float score_scale;         // with SOFTCAP: scale / softcap; else scale * log2(e)
     float cap_log2;            // softcap * log2(e)
@@ -70,7 +66,8 @@ constexpr int RING_BYTES = STAGES * TILE_BYTES;
 constexpr int META_BYTES = STAGES * (16 + 16 * BOXES);   // a header, and the boxes twice: K's stage and V's are freed apart
 constexpr int SMEM_K = 0, SMEM_V = RING_BYTES, SMEM_META = 2 * RING_BYTES;
 constexpr int SMEM_BARRIERS = (SMEM_META + META_BYTES + 15) / 16 * 16;
-constexpr int SMEM_STREAM = (SMEM_BARRIERS + 4 * STAGES * 8 + 1023) / 1024 * 1024;
+constexpr int SMEM_Q = (SMEM_BARRIERS + 4 * STAGES * 8 + 1023) / 1024 * 1024;
+constexpr int SMEM_STREAM = SMEM_Q + ROWS * D * 2;
 
 __device__ __forceinline__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -88,14 +85,17 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
         "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra wait;\n}\n" ::"r"(bar), "r"(parity) : "memory");
 }
+__device__ __forceinline__ bool barrier_done(u32 bar, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+    return done;
+}
 __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 bar, int column, int head, int page) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-#if EVICT
-        ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(0), "r"(head), "r"(page), "l"(0x12F0000000000000ull)
-#else
         " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(0), "r"(head), "r"(page)
-#endif
         : "memory");
 }
 
@@ -208,11 +208,6 @@ __device__ __forceinline__ Shared stream(char* memory, int i) {
     return Shared{smem_address(mine), (Header*)(mine + SMEM_META), boxes, boxes + STAGES * BOXES};
 }
 
-// The first of the two rows of the query tile that a thread keeps; the other is 8 further on.
-__device__ __forceinline__ int row_of(int thread, int first) {
-    return first + ((thread >> 5) & 3) * 16 + ((thread & 31) >> 2);
-}
-
 // Bring one KV tile, by a whole warp: lane b < BOXES has its entry b.
 __device__ __forceinline__ void send(
     const Params& p, const Shared& sh, Ring& ring, int head, const int4& entry, int flags, int lane) {
@@ -254,8 +249,9 @@ __device__ __forceinline__ void produce(const Params& p, const Shared& sh, int w
     Ring ring;
     const int end_work = p.work_indptr[worker + 1];
     for (int w = p.work_indptr[worker]; w < end_work; ++w) {
-        const int head = p.works[5 * w + 1], begin = p.works[5 * w + 2], end = p.works[5 * w + 3];
-        int4 pending = make_int4(-1, 0, 0, p.entries[begin * BOXES].w);
+        const Work work = p.works[w];
+        const int head = work.head, begin = work.begin, end = work.end;
+        int4 pending = make_int4(-1, 0, 0, work.run);
         bool have = false;
         for (int t0 = begin; t0 < end; t0 += WIDTH) {
             const int tiles = min(WIDTH, end - t0);
@@ -277,35 +273,29 @@ __device__ __forceinline__ void produce(const Params& p, const Shared& sh, int w
     }
 }
 
-// Turn row `q` (global, unrotated) at position `at` into the A fragments: registers a[step][which + {0, 2}].
-__device__ __forceinline__ void turn(u32 (&a)[STEPS_D][4], int which, const u32* q, const float* rotary, int at, int t) {
-#if ROTARY_DIM > 0
-    const float* table = rotary + (long long)at * ROTARY_DIM;
-#if INTERLEAVED
-#pragma unroll
-    for (int b = 0; b < ROTARY_DIM / 8; ++b) {
-        const float2 x = unpack(q[4 * b + t]);
-        const float2 cs = *(const float2*)(table + 2 * (4 * b + t));
-        a[b / 2][(b & 1) * 2 + which] = pack(x.x * cs.x - x.y * cs.y, x.y * cs.x + x.x * cs.y);
-    }
-#else
-#pragma unroll
-    for (int b = 0; b < ROTARY_DIM / 16; ++b) {
-        constexpr int PARTNER = ROTARY_DIM / 16;
-        const int c = b + PARTNER;
-        const float2 x = unpack(q[4 * b + t]), y = unpack(q[4 * c + t]);
-        const float4 cs = *(const float4*)(table + 2 * (8 * b + 2 * t));
-        a[b / 2][(b & 1) * 2 + which] = pack(x.x * cs.x - y.x * cs.y, x.y * cs.z - y.y * cs.w);
-        a[c / 2][(c & 1) * 2 + which] = pack(y.x * cs.x + x.x * cs.y, y.y * cs.z + x.y * cs.w);
-    }
-#endif
-#endif
-#pragma unroll
-    for (int b = ROTARY_DIM / 8; b < D / 8; ++b) a[b / 2][(b & 1) * 2 + which] = q[4 * b + t];
+template <int GROUP_INDEX>
+__device__ __forceinline__ void group_sync() {
+    asm volatile("bar.sync %0, 128;" ::"n"(GROUP_INDEX + 1) : "memory");
 }
 
+// A 4 x 4 transposition of words among the four lanes of a quad: lane t's x[k] becomes lane k's x[t].
+__device__ __forceinline__ void quad_transpose(u32 (&x)[4], int t) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const u32 got = __shfl_xor_sync(~0u, t & 1 ? x[i] : x[i + 1], 1);
+        if (t & 1) x[i] = got; else x[i + 1] = got;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 got = __shfl_xor_sync(~0u, t & 2 ? x[i] : x[i + 2], 2);
+        if (t & 2) x[i] = got; else x[i + 2] = got;
+    }
+}
+
+// One of the two rows of a thread, 16-row slab `slab` of the query tile, `g` and g + 8 in it. With PAIRED both are of one
+// slot, so that they turn by the same cos and sin.
+constexpr bool PAIRED = GROUP == 2 || GROUP == 4 || GROUP == 8;
 struct Row {
-    const u32* q;        // of its head, or null for padding
     int index;           // row of the table, -1 for padding
     int slot;
     int head;            // query head within the group
@@ -313,6 +303,118 @@ struct Row {
     int reach;           // the last stored position that it sees in the current run; -1: nothing
     float m, l;
 };
+
+__device__ __forceinline__ Row make_row(const Params& p, int tile, int slab, int g, int which, int step) {
+    Row row;
+    if (PAIRED) {
+        constexpr int HALF_GROUP = GROUP > 1 ? GROUP / 2 : 1;
+        row.slot = slab * (16 / GROUP) + g / HALF_GROUP;
+        row.head = g % HALF_GROUP * 2 + which;
+    } else {
+        row.slot = (slab * 16 + g + 8 * which) / GROUP;
+        row.head = (slab * 16 + g + 8 * which) % GROUP;
+    }
+    const int2 slot = row.slot < SLOTS ? p.slots[tile * SLOTS + row.slot] : make_int2(-1, 0);
+    row.index = slot.x;
+    row.position = slot.y + step;
+    row.reach = -1;
+    row.m = MINUS_INF;
+    row.l = 0.f;
+    return row;
+}
+
+__device__ __forceinline__ const char* query_of(const Params& p, const Row& row, int kv_head) {
+    return (const char*)p.q + ((long long)row.index * p.num_kv_heads * GROUP + kv_head * GROUP + row.head) * (D * 2);
+}
+
+// The unrotated q of a thread's two rows, in shared memory as its A fragments: [row][D / 32][thread] of 16 bytes.
+struct Unrotated {
+    u32 base;
+    __device__ __forceinline__ void load(const Params& p, const Row& row, int which, int kv_head, int t) const {
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) {
+            uint4 x = make_uint4(0, 0, 0, 0);
+            if (row.index >= 0) x = *(const uint4*)(query_of(p, row, kv_head) + 16 * (4 * i + t));
+            u32 words[4] = {x.x, x.y, x.z, x.w};
+            quad_transpose(words, t);
+            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(base + (which * (D / 32) + i) * 2048),
+                         "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                         : "memory");
+        }
+    }
+    __device__ __forceinline__ void get(u32 (&x)[D / 8], int which) const {
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i)
+            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(x[4 * i]), "=r"(x[4 * i + 1]), "=r"(x[4 * i + 2]), "=r"(x[4 * i + 3])
+                         : "r"(base + (which * (D / 32) + i) * 2048));
+    }
+};
+
+#if ROTARY_DIM > 0
+// cos and sin of the columns of block b (8 columns, of which a thread has 2) at a position.
+#if INTERLEAVED
+typedef float2 Angles;
+constexpr int ANGLE_BLOCKS = ROTARY_DIM / 8;
+__device__ __forceinline__ Angles angles(const float* table, int b, int t) { return *(const float2*)(table + 8 * b + 2 * t); }
+__device__ __forceinline__ void turn_block(u32 (&a)[STEPS_D][4], const u32 (&x)[D / 8], int which, int b, Angles cs) {
+    const float2 v = unpack(x[b]);
+    a[b / 2][(b & 1) * 2 + which] = pack(v.x * cs.x - v.y * cs.y, v.y * cs.x + v.x * cs.y);
+}
+#else
+typedef float4 Angles;
+constexpr int ANGLE_BLOCKS = ROTARY_DIM / 16;
+__device__ __forceinline__ Angles angles(const float* table, int b, int t) { return *(const float4*)(table + 16 * b + 4 * t); }
+__device__ __forceinline__ void turn_block(u32 (&a)[STEPS_D][4], const u32 (&x)[D / 8], int which, int b, Angles cs) {
+    const int c = b + ANGLE_BLOCKS;
+    const float2 v = unpack(x[b]), w = unpack(x[c]);
+    a[b / 2][(b & 1) * 2 + which] = pack(v.x * cs.x - w.x * cs.y, v.y * cs.z - w.y * cs.w);
+    a[c / 2][(c & 1) * 2 + which] = pack(w.x * cs.x + v.x * cs.y, w.y * cs.z + v.y * cs.w);
+}
+#endif
+__device__ __forceinline__ const float* rotation(const Params& p, int reach) {
+    return p.rotary + (long long)min(reach, p.rotary_length - 1) * ROTARY_DIM;
+}
+#endif
+
+// Turn a thread's rows to where they are in the current run, into the A fragments.
+__device__ __forceinline__ void turn_rows(
+    const Params& p, u32 (&a)[STEPS_D][4], const Unrotated& from, const Row& r0, const Row& r1, int t) {
+    if (r0.reach < 0 && r1.reach < 0) return;
+    u32 x0[D / 8], x1[D / 8];
+    from.get(x0, 0);
+    from.get(x1, 1);
+#if ROTARY_DIM > 0
+    const float* at0 = rotation(p, max(r0.reach, 0));
+    const float* at1 = PAIRED ? at0 : rotation(p, max(r1.reach, 0));
+#pragma unroll
+    for (int b = 0; b < ANGLE_BLOCKS; ++b) {
+        const Angles cs = angles(at0, b, t);
+        turn_block(a, x0, 0, b, cs);
+        turn_block(a, x1, 1, b, PAIRED ? cs : angles(at1, b, t));
+    }
+#endif
+#pragma unroll
+    for (int b = ROTARY_DIM / 8; b < D / 8; ++b) {
+        a[b / 2][(b & 1) * 2] = x0[b];
+        a[b / 2][(b & 1) * 2 + 1] = x1[b];
+    }
+}
+
+// The last stored position that a row sees in a run; -1 if it sees nothing of it.
+__device__ __forceinline__ int reach_of(const Params& p, const Row& row, int2 run) {
+    if (row.index < 0) return -1;
+    const int delta = run.y < 0 ? run.x : p.deltas[run.y + row.slot];
+    return delta == INVISIBLE ? -1 : max(row.position - delta, -1);
+}
+
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L1 [%0];" ::"l"(at)); }
+
+__device__ __forceinline__ void prefetch_turn(const Params& p, int reach, int t) {
+#if ROTARY_DIM > 0
+    if (reach >= 0 && t * 128 < ROTARY_DIM * 4) prefetch((const char*)rotation(p, reach) + t * 128);
+#endif
+}
 
 __device__ __forceinline__ void mask(
     float (&s)[S_REGS], const Params& p, const Box* boxes, int reach0, int reach1, int t) {
@@ -345,60 +447,47 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// Write a row: every lane of a quad calls, and stores 16 bytes at a time.
 __device__ __forceinline__ void finish(
-    const Params& p, Row& row, const float (&o)[O_REGS], int which, int kv_head, int part, float unit, int t) {
+    const Params& p, const Row& row, const float (&o)[O_REGS], int which, int kv_head, int part, float unit, int t) {
     const float l = quad_sum(row.l);
-    if (row.index < 0) return;
-    const float inverse = l > 0.f ? 1.f / l : 0.f;
+    float share = l > 0.f ? 1.f / l : 0.f;
     float lse2 = l > 0.f ? row.m * unit + log2f(l) : MINUS_INF;
     if (part >= 0) {
         const long long at = (long long)(part + row.slot) * GROUP + row.head;
-        if (t == 0) p.lse2_part[at] = lse2;
-        if (l > 0.f) {
-            float* to = p.o_part + at * D + 2 * t;
+        const bool write = row.index >= 0 && l > 0.f;
+        if (t == 0 && row.index >= 0) p.lse2_part[at] = lse2;
+        float* to = p.o_part + at * D + (t & 1 ? 8 + 2 * (t - 1) : 2 * t);
 #pragma unroll
-            for (int n = 0; n < D / 8; ++n)
-                *(float2*)(to + 8 * n) = make_float2(o[4 * n + 2 * which] * inverse, o[4 * n + 2 * which + 1] * inverse);
+        for (int n = 0; n < D / 8; n += 2) {   // lanes 0 and 2 store block n, lanes 1 and 3 block n + 1
+            const float ax = o[4 * n + 2 * which] * share, ay = o[4 * n + 2 * which + 1] * share;
+            const float bx = o[4 * n + 4 + 2 * which] * share, by = o[4 * n + 5 + 2 * which] * share;
+            const float gx = __shfl_xor_sync(~0u, t & 1 ? ax : bx, 1), gy = __shfl_xor_sync(~0u, t & 1 ? ay : by, 1);
+            if (write) *(float4*)(to + 8 * n) = t & 1 ? make_float4(gx, gy, bx, by) : make_float4(ax, ay, gx, gy);
         }
         return;
     }
-    const int head = kv_head * GROUP + row.head, heads = p.num_kv_heads * GROUP;
-    float share = inverse;
+    const int head = kv_head * GROUP + row.head;
     if (p.sinks) {
-        const float sink2 = p.sinks[head] * 1.44269504f, top = fmaxf(lse2, sink2);
+        const float sink2 = p.sinks[min(head, p.num_kv_heads * GROUP - 1)] * 1.44269504f, top = fmaxf(lse2, sink2);
         const float total = top + log2f(exp2f(lse2 - top) + exp2f(sink2 - top));
         share *= exp2f(lse2 - total);
         lse2 = total;
     }
-    const long long at = (long long)row.index * heads + head;
-    if (p.lse2_out && t == 0) p.lse2_out[at] = lse2;
-    u32* to = (u32*)p.out + at * (D / 2) + t;
+    const long long at = (long long)row.index * p.num_kv_heads * GROUP + head;
+    if (p.lse2_out && t == 0 && row.index >= 0) p.lse2_out[at] = lse2;
+    char* to = (char*)p.out + at * (D * 2) + 16 * t;
 #pragma unroll
-    for (int n = 0; n < D / 8; ++n) to[4 * n] = pack(o[4 * n + 2 * which] * share, o[4 * n + 2 * which + 1] * share);
-}
-
-__device__ __forceinline__ Row make_row(const Params& p, int tile, int kv_head, int r, int step) {
-    Row row;
-    row.slot = r / GROUP;
-    row.head = r % GROUP;
-    row.index = row.slot < SLOTS ? p.tile_rows[tile * SLOTS + row.slot] : -1;
-    row.q = nullptr;
-    row.position = 0;
-    if (row.index >= 0) {
-        row.q = (const u32*)p.q + ((long long)row.index * p.num_kv_heads * GROUP + kv_head * GROUP + row.head) * (D / 2);
-        row.position = p.q_positions[row.index] + step;
+    for (int i = 0; i < D / 32; ++i) {
+        u32 words[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const int n = 4 * (4 * i + k) + 2 * which;
+            words[k] = pack(o[n] * share, o[n + 1] * share);
+        }
+        quad_transpose(words, t);
+        if (row.index >= 0) *(uint4*)(to + 64 * i) = make_uint4(words[0], words[1], words[2], words[3]);
     }
-    row.reach = -1;
-    row.m = MINUS_INF;
-    row.l = 0.f;
-    return row;
-}
-
-__device__ __forceinline__ void enter_run(const Params& p, Row& row, u32 (&a)[STEPS_D][4], int which, int2 run, int t) {
-    int delta = run.x;
-    if (run.y >= 0 && row.index >= 0) delta = p.deltas[run.y + row.slot];
-    row.reach = row.index < 0 || delta == INVISIBLE ? -1 : max(row.position - delta, -1);
-    if (row.reach >= 0) turn(a, which, row.q, p.rotary, min(row.reach, p.rotary_length - 1), t);
 }
 
 // Zero the V rows of a partial tile that are outside its slices: 0 * NaN is NaN.
@@ -410,21 +499,6 @@ __device__ __forceinline__ void zero_outside(u32 v, const Box* boxes, int thread
             asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(v + half * HALF_BYTES + key * 128 + chunk * 16), "r"(0)
                          : "memory");
     }
-}
-
-template <int GROUP_INDEX>
-__device__ __forceinline__ void group_sync() {
-    asm volatile("bar.sync %0, 128;" ::"n"(GROUP_INDEX + 1) : "memory");
-}
-
-// Two consumer groups of one stream issue their products in turns, so that one's softmax runs under the other's products.
-template <int GROUP_INDEX>
-__device__ __forceinline__ void take_turn() {
-    if (PINGPONG && CONSUMERS == 2) asm volatile("bar.sync %0, 256;" ::"n"(GROUP_INDEX + 3) : "memory");
-}
-template <int GROUP_INDEX>
-__device__ __forceinline__ void pass_turn() {
-    if (PINGPONG && CONSUMERS == 2) asm volatile("bar.arrive %0, 256;" ::"n"(GROUP_INDEX + 3) : "memory");
 }
 
 __device__ __forceinline__ void softmax(
@@ -507,20 +581,35 @@ __device__ __forceinline__ void mask_if_cut(
     if (__any_sync(~0u, cut)) mask(s, p, boxes, r0.reach, r1.reach, t);
 }
 
-__device__ __forceinline__ void pack_weights(u32 (&weights)[STEPS_K][4], const float (&s)[S_REGS]) {
+__device__ __forceinline__ void pack_weights(u32 (&weights)[STEPS_K][4], const float (&s)[S_REGS], bool idle) {
 #pragma unroll
     for (int j = 0; j < STEPS_K; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int n = 2 * j + (i >> 1);
-            weights[j][i] = pack(s[4 * n + 2 * (i & 1)], s[4 * n + 2 * (i & 1) + 1]);
+            weights[j][i] = idle ? 0 : pack(s[4 * n + 2 * (i & 1)], s[4 * n + 2 * (i & 1) + 1]);
         }
 }
 
+__device__ __forceinline__ bool none_visible(const Row& r0, const Row& r1) {
+    return !__any_sync(~0u, r0.reach >= 0 || r1.reach >= 0);
+}
+
+// Have what the next work begins with near.
+__device__ __forceinline__ void prefetch_work(const Params& p, const Work& work, int slab, int g, int t, int step) {
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+        const Row row = make_row(p, work.tile, slab, g, which, step);
+        if (row.index >= 0 && t * 128 < D * 2) prefetch(query_of(p, row, work.head) + t * 128);
+        if (!which || !PAIRED) prefetch_turn(p, reach_of(p, row, make_int2(work.delta, work.vec)), t);
+    }
+}
+
 template <int GROUP_INDEX>
-__device__ __forceinline__ void consume(const Params& p, const Shared& sh, int worker, int first, int thread) {
-    const int lane = thread & 31, t = lane & 3;
+__device__ __forceinline__ void consume(const Params& p, const Shared& sh, int worker, int first_slab, int thread) {
+    const int lane = thread & 31, t = lane & 3, g = lane >> 2, slab = first_slab + (thread >> 5);
     const int step = *p.step;
+    const Unrotated unrotated{sh.base + SMEM_Q + first_slab * 16 * D * 2 + thread * 16};
 #if SOFTCAP
     const float unit = p.cap_log2;
 #else
@@ -529,31 +618,36 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
     Ring ring;
     const int end_work = p.work_indptr[worker + 1];
     for (int w = p.work_indptr[worker]; w < end_work; ++w) {
-        const int tile = p.works[5 * w], head = p.works[5 * w + 1];
-        Row r0 = make_row(p, tile, head, first, step), r1 = make_row(p, tile, head, first + 8, step);
+        const Work work = p.works[w];
+        Row r0 = make_row(p, work.tile, slab, g, 0, step), r1 = make_row(p, work.tile, slab, g, 1, step);
+        unrotated.load(p, r0, 0, work.head, t);
+        unrotated.load(p, r1, 1, work.head, t);
         u32 a[STEPS_D][4];
         u32 weights[STEPS_K][4];
         float o[O_REGS], s[S_REGS];
-        float alpha0, alpha1;
+        float alpha0 = 1.f, alpha1 = 1.f;
 #pragma unroll
         for (int j = 0; j < STEPS_D; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[j][i] = 0;
 #pragma unroll
         for (int i = 0; i < O_REGS; ++i) o[i] = 0.f;
-
-        // A warp whose rows are all padding takes part in the products only.
-        const bool idle = !__any_sync(~0u, r0.index >= 0 || r1.index >= 0);
-#pragma unroll
-        for (int j = 0; j < STEPS_K; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) weights[j][i] = 0;
+        int run = work.run, ahead = -1, ahead0 = -1, ahead1 = -1;
+        r0.reach = reach_of(p, r0, make_int2(work.delta, work.vec));
+        r1.reach = PAIRED ? r0.reach : reach_of(p, r1, make_int2(work.delta, work.vec));
+        turn_rows(p, a, unrotated, r0, r1, t);
+        // A warp of which no row sees this run takes part in the products only, with weights of 0.
+        bool idle = none_visible(r0, r1);
 
         barrier_wait(sh.k_full(ring.stage), ring.parity);
         Header header = sh.headers[ring.stage];
-        int2 now = p.runs[header.run];
-        enter_run(p, r0, a, 0, now, t);
-        enter_run(p, r1, a, 1, now, t);
+        if (header.run != run) {   // tiles reserved for growth came first
+            run = header.run;
+            r0.reach = reach_of(p, r0, p.runs[run]);
+            r1.reach = reach_of(p, r1, p.runs[run]);
+            turn_rows(p, a, unrotated, r0, r1, t);
+            idle = none_visible(r0, r1);
+        }
         mma_fence();
         scores(s, a, sh.k(ring.stage));
         mma_commit();
@@ -562,32 +656,56 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
         if (!idle) mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, t);
         __syncwarp();
         if (lane == 0) barrier_arrive(sh.k_empty(ring.stage));
-        if (!idle) {
-            softmax(p, s, r0, r1, alpha0, alpha1, unit);
-            pack_weights(weights, s);
-        }
+        if (!idle) softmax(p, s, r0, r1, alpha0, alpha1, unit);
+        pack_weights(weights, s, idle);
         Ring behind = ring;
         ring.next();
 
         while (!(header.flags & LAST)) {
             receive_v<GROUP_INDEX>(sh, behind, header.flags, thread);
             barrier_wait(sh.k_full(ring.stage), ring.parity);
-            const int run = header.run;
             header = sh.headers[ring.stage];
-            if (header.run != run) {
-                now = p.runs[header.run];
-                enter_run(p, r0, a, 0, now, t);
-                enter_run(p, r1, a, 1, now, t);
-            }
+            Ring next = ring;
+            next.next();
             hold(o);
-            take_turn<GROUP_INDEX>();
             mma_fence();
-            scores(s, a, sh.k(ring.stage));
-            mma_commit();
-            weighted(o, weights, sh.v(behind.stage));
-            mma_commit();
-            pass_turn<1 - GROUP_INDEX>();
-            mma_wait<1>();
+            if (header.run == run) {
+                scores(s, a, sh.k(ring.stage));
+                mma_commit();
+                weighted(o, weights, sh.v(behind.stage));
+                mma_commit();
+                if (header.flags & LAST) {
+                    if (w + 1 < end_work) prefetch_work(p, p.works[w + 1], slab, g, t, step);
+                } else if (barrier_done(sh.k_full(next.stage), next.parity)) {
+                    const int coming = sh.headers[next.stage].run;
+                    if (coming != run) {   // look its positions up, and have its rotations near, while the products run
+                        ahead = coming;
+                        const int2 found = p.runs[coming];
+                        ahead0 = reach_of(p, r0, found);
+                        ahead1 = PAIRED ? ahead0 : reach_of(p, r1, found);
+                        prefetch_turn(p, ahead0, t);
+                        if (!PAIRED) prefetch_turn(p, ahead1, t);
+                    }
+                }
+                mma_wait<1>();
+            } else {   // q turns while the products of the tile before run
+                weighted(o, weights, sh.v(behind.stage));
+                mma_commit();
+                run = header.run;
+                if (ahead != run) {
+                    const int2 found = p.runs[run];
+                    ahead0 = reach_of(p, r0, found);
+                    ahead1 = PAIRED ? ahead0 : reach_of(p, r1, found);
+                }
+                r0.reach = ahead0;
+                r1.reach = ahead1;
+                turn_rows(p, a, unrotated, r0, r1, t);
+                idle = none_visible(r0, r1);
+                mma_fence();
+                scores(s, a, sh.k(ring.stage));
+                mma_commit();
+                mma_wait<0>();
+            }
             hold(s);
             if (!idle) mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, t);
             __syncwarp();
@@ -596,12 +714,10 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
             mma_wait<0>();
             hold(o);
             if (lane == 0) barrier_arrive(sh.v_empty(behind.stage));
-            if (!idle) {
-                pack_weights(weights, s);
-                rescale(o, alpha0, alpha1);
-            }
+            pack_weights(weights, s, idle);
+            if (!idle) rescale(o, alpha0, alpha1);
             behind = ring;
-            ring.next();
+            ring = next;
         }
         receive_v<GROUP_INDEX>(sh, behind, header.flags, thread);
         hold(o);
@@ -610,10 +726,10 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
         mma_commit();
         mma_wait<0>();
         hold(o);
+        __syncwarp();
         if (lane == 0) barrier_arrive(sh.v_empty(behind.stage));
-        const int part = p.works[5 * w + 4];
-        finish(p, r0, o, 0, head, part, unit, t);
-        finish(p, r1, o, 1, head, part, unit, t);
+        finish(p, r0, o, 0, work.head, work.part, unit, t);
+        finish(p, r1, o, 1, work.head, work.part, unit, t);
     }
 }
 
@@ -644,12 +760,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend(const __grid_constan
             produce(p, stream(memory, warp - 8), blockIdx.x * STREAMS + warp - 8, threadIdx.x & 31);
     } else if (group == 0) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        consume<0>(p, stream(memory, 0), blockIdx.x * STREAMS, row_of(threadIdx.x, 0), threadIdx.x & 127);
+        consume<0>(p, stream(memory, 0), blockIdx.x * STREAMS, 0, threadIdx.x & 127);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        pass_turn<0>();
         constexpr int SECOND = STREAMS - 1;   // the stream of the second group
-        consume<1>(p, stream(memory, SECOND), blockIdx.x * STREAMS + SECOND, row_of(threadIdx.x, 64 * (CONSUMERS - 1)),
-                   threadIdx.x & 127);
+        consume<1>(p, stream(memory, SECOND), blockIdx.x * STREAMS + SECOND, 4 * (CONSUMERS - 1), threadIdx.x & 127);
     }
 }
