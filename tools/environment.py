@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 CACHE = ROOT / ".cache"
+BUILT_FROM = ("pyproject.toml", "hatch_build.py", "CMakeLists.txt", "src/**/*.cpp", "src/**/*.h")
+"""What an editable installation compiles: it is installed anew when one of these changes."""
 LEVELS = {"serve": ("requirements.txt",), "test": ("requirements.txt", "requirements-dev.txt")}
 
 
@@ -61,11 +65,14 @@ def ensure(level: str) -> None:
 
 
 def fingerprint(level: str) -> str:
-    """Changes with what decides what is installed: requirements, a package's pyproject.toml, the Python."""
+    """Changes with what decides what is installed: requirements, how packages are built, compilers, the Python."""
     digest = hashlib.sha256(sys.version.encode())
-    for file in (*(ROOT / name for name in LEVELS[level]), *sorted(ROOT.glob("packages/*/pyproject.toml"))):
+    built_from = (file for pattern in BUILT_FROM for file in sorted(ROOT.glob(f"packages/*/{pattern}")))
+    for file in (*(ROOT / name for name in LEVELS[level]), *built_from):
         content = file.read_bytes()
         digest.update(f"{file.relative_to(ROOT)} {len(content)}\n".encode() + content)
+    compilers = [os.environ.get("CXX"), *map(shutil.which, ("c++", "g++", "clang++"))]
+    digest.update(repr((compilers, os.environ.get("DAGENGINE_NATIVE"))).encode())
     return f"{level}-{digest.hexdigest()}"
 
 
