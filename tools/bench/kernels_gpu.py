@@ -42,6 +42,7 @@ DEVICE = "cuda"
 TRITON_CASES = (*cases.GRAPHS, *cases.BARE, "prefill 8192", "prefill 64 over 32x2857")
 """Where the readable implementation runs beside the others; alone it runs everywhere."""
 
+FAILURES = 2
 MERGE_CASES = ("own-order", "decode 1x91424", "decode 32x8192")
 
 
@@ -122,13 +123,13 @@ def check_implementations(bench: Bench, names: Sequence[str]) -> None:
     dtypes = (torch.bfloat16, torch.float16)
     listed = checks.configs(dtypes, every=bench.settings.every_check)
     if bench.settings.quick:
-        listed = listed[::3]
+        listed = listed[:1]
     most = bench.settings.left() * (0.8 if bench.settings.every_check else 0.35) / max(1, len(names))
     spent = dict.fromkeys(names, 0.0)
     for config in listed:
         for name in names:
             step = f"checks of {name}: {config}"
-            if step in bench.journal.ended():
+            if step in bench.journal.ended() or dropped(bench.journal, name):
                 continue
             if spent[name] > most:
                 bench.journal.note(f"Not run, {name} had spent its time for checks: {config}.")
@@ -200,7 +201,7 @@ def run_case(bench: Bench, case: Case, names: Sequence[str]) -> None:
         *baselines(bench, case, table, q, pools),
     ):
         step = f"{case.name}: {name}"
-        if step in journal.failed():
+        if step in journal.failed() or dropped(journal, name):
             continue
         with journal.step(step):
             try:
@@ -233,6 +234,10 @@ def run_case(bench: Bench, case: Case, names: Sequence[str]) -> None:
                 journal.note(f"{case.name}, {name}: out of memory; left out.")
             except KernelError as error:
                 journal.note(f"{name}: {case.name} refused: {error}")
+            except Exception as error:  # a kernel may fail in any way; the others still run
+                journal.note(f"{name}: {case.name} failed: {type(error).__name__}: {str(error)[:400]}")
+                journal.add(raised=step)
+                torch.cuda.synchronize()
     with journal.step(f"{case.name}: race"):
         timing.race(cold, bench.settings.replays)
         timing.race(warm, bench.settings.replays)
@@ -357,6 +362,16 @@ def note_merge(bench: Bench, case: Case, contender: Contender) -> None:
     bench.journal.figure(figure("merge kernels", merge, "us"))
     bench.journal.figure(figure("partials, written", partials, "us"))
     bench.journal.figure(figure("merge and partials of all kernels", 100 * (merge + partials) / total, "%"))
+
+
+def dropped(journal: Journal, name: str) -> bool:
+    """Whether a contender has failed, or ended the process, too often to be tried again; it is noted then."""
+    steps = [*journal.failed(), *journal.values("raised")]
+    mine = [s for s in steps if s.endswith(f": {name}") or s.startswith(f"checks of {name}:")]
+    if len(mine) < FAILURES:
+        return False
+    journal.note(f"{name} is left out from here on: it failed in {', '.join(sorted(set(mine)))}.")
+    return True
 
 
 def run_matrix(bench: Bench, listed: Sequence[Case], names: Sequence[str]) -> None:
