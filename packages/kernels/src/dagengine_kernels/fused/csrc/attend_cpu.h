@@ -113,10 +113,18 @@ static inline uint16_t to_f16(float value) {
     return uint16_t(sign | ((rest - 0x38000000u + 0xfffu + odd) >> 13));
 }
 
-static inline float load_as_float(const void* base, int64_t index, Dtype dtype) {
-    if (dtype == Dtype::f32) return static_cast<const float*>(base)[index];
-    uint16_t bits = static_cast<const uint16_t*>(base)[index];
-    return dtype == Dtype::bf16 ? from_bf16(bits) : from_f16(bits);
+static inline void load_row(const void* base, int64_t index, Dtype dtype, float* row, int n, float factor) {
+    if (dtype == Dtype::f32) {
+        const float* from = static_cast<const float*>(base) + index;
+        for (int i = 0; i < n; i++) row[i] = from[i] * factor;
+        return;
+    }
+    const uint16_t* from = static_cast<const uint16_t*>(base) + index;
+    if (dtype == Dtype::bf16) {
+        for (int i = 0; i < n; i++) row[i] = from_bf16(from[i]) * factor;
+    } else {
+        for (int i = 0; i < n; i++) row[i] = from_f16(from[i]) * factor;
+    }
 }
 
 static inline void store_row(void* base, int64_t index, Dtype dtype, const float* row, int n, float factor) {

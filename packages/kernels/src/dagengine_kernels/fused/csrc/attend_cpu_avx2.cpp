@@ -22,6 +22,13 @@ struct Simd {
         __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
     }
+    static F load_even_bf16(const uint16_t* p) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16));
+    }
+    static F load_odd_bf16(const uint16_t* p) {
+        __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        return _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(-65536)));
+    }
     static F load_f16(const uint16_t* p) {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }

@@ -21,11 +21,10 @@ constexpr int W = Simd::W;
 constexpr int STRIP = 6;
 constexpr int KB = 64;
 constexpr int CACHE_LINE = 64;
+constexpr int INTO_L2 = 2;
 constexpr float LOWEST = -1e30f;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr int32_t INVISIBLE = INT32_MIN;
-
-inline F load(const float* p) { return Simd::load(p); }
 
 struct Bf16 {
     uint16_t bits;
@@ -33,11 +32,40 @@ struct Bf16 {
 struct F16 {
     uint16_t bits;
 };
-inline F load(const Bf16* p) { return Simd::load_bf16(&p->bits); }
-inline F load(const F16* p) { return Simd::load_f16(&p->bits); }
+// bf16 whose elements the walk takes in another order, 2 W at a time: first those at even places, then those at odd
+// ones. Either half is one operation on the 32-bit words that hold them. Queries and results are put in that order too.
+//
+//     memory   0 1 2 3 4 5 6 7 ..      vector 0   0 2 4 6 ..      vector 1   1 3 5 7 ..
+struct PairedBf16 {
+    uint16_t bits;
+};
+
 inline float value(float x) { return x; }
 inline float value(Bf16 x) { return from_bf16(x.bits); }
+inline float value(PairedBf16 x) { return from_bf16(x.bits); }
 inline float value(F16 x) { return from_f16(x.bits); }
+
+// Vector `n` (a constant after unrolling) from element `d` on of a row; d is a multiple of 2 W for pairs.
+inline F load(const float* row, int d = 0, int n = 0) { return Simd::load(row + d + n * W); }
+inline F load(const Bf16* row, int d, int n) { return Simd::load_bf16(&row[d + n * W].bits); }
+inline F load(const F16* row, int d, int n) { return Simd::load_f16(&row[d + n * W].bits); }
+inline F load(const PairedBf16* row, int d, int n) {
+    const uint16_t* words = &row[d + (n & ~1) * W].bits;
+    return n & 1 ? Simd::load_odd_bf16(words) : Simd::load_even_bf16(words);
+}
+
+template <class T>
+constexpr bool PAIRED = std::is_same_v<T, PairedBf16>;
+// Vectors that a loop over the head dimension takes at least.
+template <class T>
+constexpr int PACE = PAIRED<T> ? 2 : 1;
+
+// Where element d is in the walk's order.
+template <class T>
+inline int place_of(int d) {
+    if constexpr (PAIRED<T>) return d / (2 * W) * (2 * W) + d % 2 * W + d % (2 * W) / 2;
+    return d;
+}
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -101,6 +129,21 @@ struct Layout {
     }
 };
 
+// Memory that the walk comes to next: what is fetched ahead while `count` rows are worked on, some lines of each.
+struct Ahead {
+    const char* const* rows;
+    int64_t second;  // bytes from a row of K to that of V; 0: only K
+    int first, lines;
+};
+
+inline void fetch(const Ahead& ahead, int i) {
+    for (int line = ahead.first; line < ahead.first + ahead.lines; line++) {
+        const char* at = ahead.rows[i] + line * CACHE_LINE;
+        __builtin_prefetch(at, 0, INTO_L2);
+        if (ahead.second) __builtin_prefetch(at + ahead.second, 0, INTO_L2);
+    }
+}
+
 // scores[r][k] = queries[r] . keys[k] for R rows and K keys.
 template <class T, int R, int K>
 inline void dot_tile(const float* q, const T* const* k, int padded, float* scores) {
@@ -109,15 +152,18 @@ inline void dot_tile(const float* q, const T* const* k, int padded, float* score
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
         for (int i = 0; i < K; i++) acc[r][i] = Simd::zero();
-    for (int d = 0; d < padded; d += W) {
-        F row[R];
+    for (int d = 0; d < padded; d += PACE<T> * W) {
+#pragma GCC unroll 2
+        for (int n = 0; n < PACE<T>; n++) {
+            F row[R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) row[r] = load(q + r * padded + d);
+            for (int r = 0; r < R; r++) row[r] = load(q + r * padded, d, n);
 #pragma GCC unroll 16
-        for (int i = 0; i < K; i++) {
-            F key = load(k[i] + d);
+            for (int i = 0; i < K; i++) {
+                F key = load(k[i], d, n);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) acc[r][i] = Simd::fma(row[r], key, acc[r][i]);
+                for (int r = 0; r < R; r++) acc[r][i] = Simd::fma(row[r], key, acc[r][i]);
+            }
         }
     }
 #pragma GCC unroll 8
@@ -136,7 +182,7 @@ void dot_rows(const float* q, const Block<T>& b, int count, int padded, float* s
         for (int i = 0; i < count; i += K) {
             for (int j = i; j < i + K; j++)
                 for (int line = 0; line < lines; line++)
-                    __builtin_prefetch(reinterpret_cast<const char*>(b.v[j]) + line * CACHE_LINE, 0, 3);
+                    __builtin_prefetch(reinterpret_cast<const char*>(b.v[j]) + line * CACHE_LINE, 0, INTO_L2);
             dot_tile<T, R, K>(q, b.k + i, padded, scores + i);
         }
     }
@@ -153,7 +199,7 @@ inline void score_tile(const float* q, int padded, int dim, const float* keys, f
     for (int d = 0; d < dim; d++) {
         F key[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++) key[n] = load(keys + d * KB + n * W);
+        for (int n = 0; n < N; n++) key[n] = load(keys + d * KB, 0, n);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             F query = Simd::set(q[r * padded + d]);
@@ -178,23 +224,20 @@ void score_rows(const float* q, int padded, int dim, const float* keys, int coun
 // out[r] = out[r] * keep[r] + weights[r] . values, for N vectors of the head dimension.
 template <class T, int R, int N>
 inline void value_tile(
-    const float* weights, const T* const* v, const T* const* ahead, int count, int d, float* const* out,
-    const float* keep, int lines
+    const float* weights, const T* const* v, const Ahead& ahead, int count, int d, float* const* out, const float* keep
 ) {
     F acc[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
         F factor = Simd::set(keep[r]);
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++) acc[r][n] = Simd::mul(load(out[r] + d + n * W), factor);
+        for (int n = 0; n < N; n++) acc[r][n] = Simd::mul(load(out[r], d, n), factor);
     }
     for (int i = 0; i < count; i++) {
-        for (int line = 0; line < lines; line++)
-            __builtin_prefetch(reinterpret_cast<const char*>(ahead[i]) + line * CACHE_LINE, 0, 3);
-        const T* at = v[i] + d;
+        fetch(ahead, i);
         F row[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++) row[n] = load(at + n * W);
+        for (int n = 0; n < N; n++) row[n] = load(v[i], d, n);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             F weight = Simd::set(weights[r * KB + i]);
@@ -210,15 +253,15 @@ inline void value_tile(
 
 template <class T, int R>
 void value_rows(
-    const float* weights, const T* const* v, const T* const* ahead, int count, int padded, float* const* out,
-    const float* keep
+    const float* weights, const T* const* v, Ahead ahead, int count, int padded, float* const* out, const float* keep
 ) {
     constexpr int N = Simd::vectors;
-    int lines = ahead ? int(padded * sizeof(T)) / CACHE_LINE : 0;
     int d = 0;
-    for (; d + N * W <= padded; d += N * W, lines = 0)
-        value_tile<T, R, N>(weights, v, ahead, count, d, out, keep, lines);
-    for (; d < padded; d += W, lines = 0) value_tile<T, R, 1>(weights, v, ahead, count, d, out, keep, lines);
+    for (; d + N * W <= padded; d += N * W, ahead.lines = 0)
+        value_tile<T, R, N>(weights, v, ahead, count, d, out, keep);
+    constexpr int LAST = PACE<T>;
+    for (; d < padded; d += LAST * W, ahead.lines = 0)
+        value_tile<T, R, LAST>(weights, v, ahead, count, d, out, keep);
 }
 
 // s -> c * log2(e) * tanh(s), where queries were scaled by scale / c.
@@ -268,7 +311,7 @@ public:
                 run = entry[3];
                 if (!same) {
                     finish(block, e, stop, lo);
-                    see(run);
+                    see<T>(run);
                 }
             }
             if (!visible) continue;
@@ -280,7 +323,7 @@ public:
             }
         }
         finish(block, stop, stop, 0);
-        write();
+        write<T>();
     }
 
 private:
@@ -312,6 +355,7 @@ private:
     }
 
     // Which rows see a run, up to where, and their queries turned for it.
+    template <class T>
     void see(int32_t run) {
         visible = 0;
         widest = -1;
@@ -326,26 +370,36 @@ private:
             for (int g = 0; g < c.group; g++) {
                 s.row[visible] = i * c.group + g;
                 s.limit[visible] = at;
-                turn(tile_rows[i], g, at, s.queries + int64_t(visible) * padded);
+                turn<T>(tile_rows[i], g, at, s.queries + int64_t(visible) * padded);
                 visible++;
             }
         }
     }
 
+    template <class T>
     void turn(int64_t table_row, int g, int64_t at, float* to) const {
         int64_t from = table_row * c.q_row + (int64_t(head) * c.group + g) * c.q_head;
         int dim = c.head_dim, half = c.cos ? c.half : 0;
-        for (int i = 0; i < dim; i++) to[i] = load_as_float(c.q, from + i, c.q_dtype) * scale;
-        for (int i = dim; i < padded; i++) to[i] = 0.0f;
-        if (!half) return;
+        float* x = PAIRED<T> ? s.staged : to;
+        load_row(c.q, from, c.q_dtype, x, dim, scale);
         const float* cos = c.cos + smaller(at, c.rotary_length - 1) * half;
         const float* sin = c.sin + smaller(at, c.rotary_length - 1) * half;
-        int step = c.interleaved ? 2 : 1, other = c.interleaved ? 1 : half;
-        for (int i = 0; i < half; i++) {
-            float a = to[i * step], b = to[i * step + other];
-            to[i * step] = a * cos[i] - b * sin[i];
-            to[i * step + other] = b * cos[i] + a * sin[i];
+        if (c.interleaved) {
+            for (int i = 0; i < half; i++) rotate(x[2 * i], x[2 * i + 1], cos[i], sin[i]);
+        } else {
+            for (int i = 0; i < half; i++) rotate(x[i], x[i + half], cos[i], sin[i]);
         }
+        if constexpr (PAIRED<T>) {
+            for (int i = 0; i < dim; i++) to[place_of<T>(i)] = x[i];
+        } else {
+            for (int i = dim; i < padded; i++) to[i] = 0.0f;
+        }
+    }
+
+    static void rotate(float& a, float& b, float cos, float sin) {
+        float first = a * cos - b * sin;
+        b = b * cos + a * sin;
+        a = first;
     }
 
     template <class T>
@@ -393,17 +447,18 @@ private:
         if (padded != c.head_dim) {
             Block<float> staged;
             stage(b, staged);
-            score<float>(staged, nullptr);
+            score<float>(staged, {nullptr, 0, 0, 0});
         } else {
-            const T* ahead[KB];
-            look_ahead(e, stop, lo, ahead, b.k[valid - 1]);
-            score(b, ahead);
+            const char* rows[KB];
+            look_ahead(e, stop, lo, rows, b.k[valid - 1]);
+            int64_t to_values = int64_t(c.num_kv_heads) * c.page_size * c.head_dim * sizeof(T);
+            score(b, {rows, to_values, 0, int((padded * sizeof(T) + CACHE_LINE - 1) / CACHE_LINE)});
         }
         clear(b);
     }
 
     template <class T>
-    void look_ahead(int64_t e, int64_t stop, int lo, const T** ahead, const T* otherwise) const {
+    void look_ahead(int64_t e, int64_t stop, int lo, const char** ahead, const T* otherwise) const {
         int n = 0;
         for (; e < stop && n < KB; e++) {
             const int32_t* entry = c.entries + e * 4;
@@ -411,11 +466,12 @@ private:
             if (lo < 0) lo = entry[1] & 0xffff;
             if (entry[0] >= 0) {
                 const T* k = row_of<T>(entry[0], 0, 0);
-                for (; lo < hi && n < KB; lo++) ahead[n++] = k + int64_t(lo) * c.head_dim;
+                for (; lo < hi && n < KB; lo++)
+                    ahead[n++] = reinterpret_cast<const char*>(k + int64_t(lo) * c.head_dim);
             }
             lo = -1;
         }
-        for (; n < KB; n++) ahead[n] = otherwise;
+        for (; n < KB; n++) ahead[n] = reinterpret_cast<const char*>(otherwise);
     }
 
     template <class T>
@@ -441,37 +497,47 @@ private:
     }
 
     template <class T>
-    void score(const Block<T>& b, const T* const* ahead) {
+    void score(const Block<T>& b, Ahead ahead) {
         if (visible <= STRIP) {
+            ahead.second = 0;
             strip(b, b.v, ahead, 0, visible, false);
             return;
         }
         for (int i = 0; i < b.count; i += W)
-            for (int d = 0; d < padded; d += W) {
-                F lanes[W];
+            for (int d = 0; d < padded; d += PACE<T> * W)
+#pragma GCC unroll 2
+                for (int n = 0; n < PACE<T>; n++) {
+                    F lanes[W];
 #pragma GCC unroll 16
-                for (int j = 0; j < W; j++) lanes[j] = load(b.k[i + j] + d);
-                Simd::transpose(lanes);
+                    for (int j = 0; j < W; j++) lanes[j] = load(b.k[i + j], d, n);
+                    Simd::transpose(lanes);
+                    float* to = s.keys + (d + n * W) * KB + i;
 #pragma GCC unroll 16
-                for (int j = 0; j < W; j++) Simd::store(s.keys + (d + j) * KB + i, lanes[j]);
-            }
+                    for (int j = 0; j < W; j++) Simd::store(to + j * KB, lanes[j]);
+                }
+        const float* wide[KB];
+        const float* const* values = wide;
         if constexpr (std::is_same_v<T, float>) {
-            for (int r = 0; r < visible; r += STRIP)
-                strip<T, float>(b, b.v, nullptr, r, int(smaller(STRIP, visible - r)), true);
+            values = b.v;
         } else {
-            const float* rows[KB];
             for (int i = 0; i < b.count; i++) {
                 float* row = s.values + int64_t(i) * padded;
-                for (int d = 0; d < padded; d += W) Simd::store(row + d, load(b.v[i] + d));
-                rows[i] = row;
+                for (int d = 0; d < padded; d += PACE<T> * W)
+#pragma GCC unroll 2
+                    for (int n = 0; n < PACE<T>; n++) Simd::store(row + d + n * W, load(b.v[i], d, n));
+                wide[i] = row;
             }
-            for (int r = 0; r < visible; r += STRIP)
-                strip<T, float>(b, rows, nullptr, r, int(smaller(STRIP, visible - r)), true);
+        }
+        int total = ahead.lines, strips = (visible + STRIP - 1) / STRIP;
+        int each = (total + strips - 1) / strips;
+        for (int r = 0; r < visible; r += STRIP, ahead.first += each) {
+            ahead.lines = int(smaller(each, larger(total - ahead.first, 0)));
+            strip<T, float>(b, values, ahead, r, int(smaller(STRIP, visible - r)), true);
         }
     }
 
     template <class T, class V>
-    void strip(const Block<T>& b, const V* const* v, const V* const* ahead, int r, int n, bool transposed) {
+    void strip(const Block<T>& b, const V* const* v, const Ahead& ahead, int r, int n, bool transposed) {
         switch (n) {
             case 1: return strip_of<T, V, 1>(b, v, ahead, r, transposed);
             case 2: return strip_of<T, V, 2>(b, v, ahead, r, transposed);
@@ -484,7 +550,7 @@ private:
 
     // Rows r..r+R-1 of those that see the run, against one block: scores, masks, online softmax, values.
     template <class T, class V, int R>
-    void strip_of(const Block<T>& b, const V* const* v, const V* const* ahead, int r, bool transposed) {
+    void strip_of(const Block<T>& b, const V* const* v, const Ahead& ahead, int r, bool transposed) {
         int64_t low = s.limit[r], high = s.limit[r];
         for (int i = 1; i < R; i++) {
             low = smaller(low, s.limit[r + i]);
@@ -544,12 +610,17 @@ private:
         return keep;
     }
 
+    template <class T>
     void write() const {
         int heads = c.num_kv_heads * c.group;
         for (int i = 0; i < slots; i++) {
             for (int g = 0; g < c.group; g++) {
                 int row = i * c.group + g, query_head = head * c.group + g;
                 const float* out = s.out + int64_t(row) * padded;
+                if constexpr (PAIRED<T>) {
+                    for (int d = 0; d < c.head_dim; d++) s.staged[d] = out[place_of<T>(d)];
+                    out = s.staged;
+                }
                 float sum = 0.0f, top = s.top[row];
                 for (int k = 0; k < W; k++) sum += s.sum[int64_t(row) * W + k];
                 float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
@@ -574,7 +645,7 @@ void run_work(const Call& c, const Class& cls, const int32_t* work, void* scratc
     Walk walk(c, cls, work, scratch);
     switch (c.kv_dtype) {
         case Dtype::f32: return walk.run<float>();
-        case Dtype::bf16: return walk.run<Bf16>();
+        case Dtype::bf16: return c.head_dim % (2 * W) ? walk.run<Bf16>() : walk.run<PairedBf16>();
         case Dtype::f16: return walk.run<F16>();
     }
 }

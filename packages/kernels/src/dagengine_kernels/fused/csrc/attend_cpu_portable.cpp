@@ -22,6 +22,8 @@ struct Simd {
     static F load_bf16(const uint16_t* p) {
         return F{from_bf16(p[0]), from_bf16(p[1]), from_bf16(p[2]), from_bf16(p[3])};
     }
+    static F load_even_bf16(const uint16_t* p) { return words(p, true); }
+    static F load_odd_bf16(const uint16_t* p) { return words(p, false); }
     static F load_f16(const uint16_t* p) {
         return F{from_f16(p[0]), from_f16(p[1]), from_f16(p[2]), from_f16(p[3])};
     }
@@ -67,6 +69,12 @@ struct Simd {
     }
 
 private:
+    static F words(const uint16_t* p, bool even) {
+        I x;
+        __builtin_memcpy(&x, p, sizeof x);
+        constexpr bool first_is_low = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__;
+        return even == first_is_low ? F(x << 16) : F(x & -65536);
+    }
     static F select(I where, F yes, F no) { return F((I(yes) & where) | (I(no) & ~where)); }
 };
 
