@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--fill-predictions",
         action="store_true",
-        help="measure nothing: write the outcomes of the results in --out into kernels-predictions.md",
+        help="measure nothing: write the outcomes of kernels*.jsonl in --out into kernels-predictions.md",
     )
     p.add_argument("--report-only", action="store_true", help="write the report of a journal that was left")
     p.add_argument("--worker", type=int, help=argparse.SUPPRESS)
@@ -195,10 +195,8 @@ def fill(options: argparse.Namespace) -> int:
 
     page = FOLDER / "kernels-predictions.md"
     figures = []
-    for name in dict.fromkeys((options.name, "kernels", "kernels-cpu")):
-        file = options.out / f"{name}.jsonl"
-        if file.exists():
-            figures += kernels_record.load_lines(file.read_text(encoding="utf-8"))[0]
+    for file in sorted(options.out.glob("kernels*.jsonl")):
+        figures += kernels_record.load_lines(file.read_text(encoding="utf-8"))[0]
     if not figures:
         print(f"there are no results in {options.out}", file=sys.stderr)
         return 2
