@@ -155,6 +155,23 @@ def walk(
 
 
 @triton.jit
+def tile_slots(
+    rows, head, slots: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Of the rows of a query tile [M]: table row, slot, head among all rows' heads, and whether it is stored.
+
+    Padding does as row 0 does, and is not stored. The load is volatile so that it is done where this is called:
+    what follows from it would cost registers in the walk.
+    """
+    m = tl.arange(0, BLOCK_M)
+    slot = m // GROUP
+    row = tl.load(rows + slot, mask=slot < slots, other=-1, volatile=True)
+    real = row >= 0
+    row = tl.maximum(row, 0)
+    return row, slot, row.to(tl.int64) * (HKV * GROUP) + head * GROUP + m % GROUP, real
+
+
+@triton.jit
 def attend(
     q,
     kv,
@@ -212,16 +229,8 @@ def attend(
     query_tile, head = tl.load(work), tl.load(work + 1)
     first, last, part = tl.load(work + 2), tl.load(work + 3), tl.load(work + 4)
 
-    m = tl.arange(0, BLOCK_M)
-    slot, g = m // GROUP, m % GROUP
     slots: tl.constexpr = M // GROUP
-    row = tl.load(tile_rows + query_tile * slots + slot, mask=slot < slots, other=-1)
-    # Padding does as row 0 does, and is not stored.
-    real = row >= 0
-    row = tl.maximum(row, 0)
-    position = tl.load(positions + row)
-    q_head = head * GROUP + g
-    place = row.to(tl.int64) * (HKV * GROUP) + q_head
+    rows = tile_rows + query_tile * slots
     dtype = q.dtype.element_ty
 
     C: tl.constexpr = BLOCK_D // 2
@@ -232,6 +241,8 @@ def attend(
         piece = pieces + i * 6
         delta, vec = tl.load(piece), tl.load(piece + 1)
         begin, end, kind = tl.load(piece + 2), tl.load(piece + 3), tl.load(piece + 4)
+        row, slot, place, _ = tile_slots(rows, head, slots, HKV, GROUP, BLOCK_M)
+        position = tl.load(positions + row)
         listed = tl.where(slot < slots, vec, -1)
         own = tl.load(deltas + listed + slot, mask=listed >= 0, other=delta)
         # -1 is before every stored position.
@@ -255,13 +266,15 @@ def attend(
                 cap2, RAGGED, HKV, D, C, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
             )  # fmt: skip
 
+    _, slot, place, real = tile_slots(rows, head, slots, HKV, GROUP, BLOCK_M)
+    q_head = head * GROUP + tl.arange(0, BLOCK_M) % GROUP
     d = tl.arange(0, BLOCK_D)
     inside = real[:, None] & (d < D)[None, :]
     saw = total > 0
     divisor = tl.where(saw, total, 1.0)
     log_sum = tl.where(saw, top + tl.log2(divisor), -float("inf"))
     if part >= 0:
-        partial = (part + slot).to(tl.int64) * GROUP + g
+        partial = (part + slot).to(tl.int64) * GROUP + tl.arange(0, BLOCK_M) % GROUP
         tl.store(lse2_part + partial, log_sum, mask=real)
         tl.store(o_part + partial[:, None] * D + d[None, :], acc / divisor[:, None], mask=inside)
     else:
