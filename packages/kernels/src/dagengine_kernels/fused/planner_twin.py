@@ -520,6 +520,10 @@ def _shares(
                 break
             piece = min(room - work_cost, left - min_chunk)
             if piece >= min_chunk:
+                # What stays must be divisible into pieces that are neither too small nor too large.
+                more = -(-(left - piece) // (bound - work_cost))
+                piece = min(piece, left - more * min_chunk)
+            if piece >= min_chunk:
                 works.append((item, begin, begin + piece))
                 begin += piece
             elif room == bound:

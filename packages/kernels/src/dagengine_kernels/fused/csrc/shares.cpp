@@ -23,7 +23,12 @@ bool share_out(const std::vector<int64_t>& lengths, int64_t workers, int64_t min
                 room -= work_cost + rest;
                 break;
             }
-            const int64_t piece = std::min(room - work_cost, rest - min_chunk);
+            int64_t piece = std::min(room - work_cost, rest - min_chunk);
+            if (piece >= min_chunk) {
+                // What stays must be divisible into pieces that are neither too small nor too large.
+                const int64_t largest = bound - work_cost, more = (rest - piece + largest - 1) / largest;
+                piece = std::min(piece, rest - more * min_chunk);
+            }
             if (piece >= min_chunk) {
                 take(item, begin, begin + piece);
                 begin += piece;
