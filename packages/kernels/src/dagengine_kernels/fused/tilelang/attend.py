@@ -13,7 +13,8 @@ Knows the arrays of a plan (fused/plan.py) and nothing of how they came about. O
 A consumer turns its rows of q into shared memory at the first KV tile and at every new run, at the view position
 minus the run's delta. Scores are masked only on tiles that need it, row by row; V rows outside LO..HI-1 become
 zeros there, because 0 * NaN is NaN. The two consumers may both write these zeros: they write the same.
-The softmax is in base 2 and float32; a row that has seen nothing has m = EMPTY and l = 0.
+The softmax is in base 2 and float32; a row that has seen nothing has m = EMPTY and l = 0. Row sums are stored to Pin,
+which nothing reads, before the wait for PV(k-1): ptxas moves that wait ahead of arithmetic, but not of a store.
 """
 
 import math
@@ -365,6 +366,7 @@ def attend_func(v: Variant) -> Any:
             Vs = T.alloc_shared([stages, boxes, PAGE_SIZE, dim], dtype)
             RowOf = T.alloc_shared([rows], "int32")
             Ends = T.alloc_shared([rows], "int32")
+            Pin = T.alloc_shared([rows], accum)
             T.annotate_layout(
                 {
                     Qs: make_swizzled_layout(Qs),
@@ -460,6 +462,8 @@ def attend_func(v: Variant) -> Any:
                         squash(acc_s, scale2)
                     mask(entry, limits, ends, start, stop, acc_s, window)
                     softmax(acc_s, m, m_before, alpha, total, row_sum, factor)
+                    for i in T.Parallel(rows):
+                        Pin[i] = row_sum[i]
                     T.wait_wgmma(0)
                     T.mbarrier_arrive(v_free[(k - 1) % stages])
                     pack(acc_s, p0, p1)
