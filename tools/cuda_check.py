@@ -2,7 +2,8 @@
 
 Compiles what the kernel modules list with `variants()` by nvcc, prints registers, spills and static shared memory of
 each, and exits with 1 if one does not compile or a hot one spills. Needs no GPU. Without nvcc it says so and exits
-with 0, or with 2 where nvcc is required: `--require`, or CI set in the environment.
+with 0, or with 2 where nvcc is required: `--require`, or CI set in the environment. `--tilelang` also takes the CUDA
+source that TileLang makes of its variants (seconds each), where TileLang is installed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from dagengine_kernels.errors import KernelError
@@ -66,9 +67,34 @@ def listed(sources: Iterable[str] = SOURCES) -> list[driver.Variant]:
 def build(variant: driver.Variant, nvcc: str) -> Built:
     """Compile one variant and read what ptxas says."""
     options = driver.compile_options(dict(variant.macros), ARCHITECTURE)
+    return build_text(variant, driver.read_source(variant.source), options, nvcc)
+
+
+def tilelang_listed(limit: int | None = None) -> list[tuple[driver.Variant, str, list[str]]]:
+    """The first `limit` variants of fused/tilelang as `build_text` takes them. Raises: ImportError without TileLang."""
+    from tilelang import env
+
+    from dagengine_kernels.fused.tilelang import compiled, executor
+
+    folders = (env.TILELANG_TEMPLATE_PATH, env.CUTLASS_INCLUDE_DIR)
+    options = [
+        f"--gpu-architecture={ARCHITECTURE}",
+        "--std=c++17",
+        *compiled.FLAGS,
+        *(f"-I{f}" for f in folders),
+    ]
+    found = []
+    for made in list(executor.variants())[:limit]:
+        macros = tuple((f.name, str(getattr(made, f.name))) for f in fields(made))
+        found.append((driver.Variant("tilelang", "attend_kernel", macros), compiled.source(made), options))
+    return found
+
+
+def build_text(variant: driver.Variant, text: str, options: Sequence[str], nvcc: str) -> Built:
+    """Compile `text` and read what ptxas says of the variant."""
     with tempfile.TemporaryDirectory(prefix="dagengine-") as folder:
         source = Path(folder, f"{variant.source}.cu")
-        source.write_text(driver.read_source(variant.source))
+        source.write_text(text)
         command = [
             nvcc,
             "-cubin",
@@ -120,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", action="append", choices=SOURCES, help="only this file of csrc/cuda (repeatable)"
     )
     parser.add_argument("--require", action="store_true", help="fail without nvcc")
+    parser.add_argument("--tilelang", action="store_true", help="also TileLang's kernels")
     options = parser.parse_args(arguments)
     nvcc = shutil.which("nvcc")
     if nvcc is None:
@@ -128,14 +155,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if required else 0
     try:
         variants = listed(options.only or SOURCES)
+        made = tilelang_listed() if options.tilelang else []
     except (ImportError, KernelError) as e:
         print(f"the variants cannot be listed: {e}", file=sys.stderr)
         return 1
     faults = 0
-    for built in check(variants, nvcc):
+    for built in (*check(variants, nvcc), *(build_text(*one, nvcc) for one in made)):
         print(built.line(), flush=True)
         faults += built.fault is not None
-    print(f"{len(variants)} variants, {faults} at fault")
+    print(f"{len(variants) + len(made)} variants, {faults} at fault")
     return 1 if faults else 0
 
 

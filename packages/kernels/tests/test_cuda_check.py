@@ -45,6 +45,16 @@ def test_kernels_compile_without_spills(gate, nvcc, source):
         assert one.registers > 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tilelang_kernels_compile_without_spills(gate, nvcc):
+    pytest.importorskip("tilelang")
+    for variant, text, options in gate.tilelang_listed(3):
+        one = gate.build_text(variant, text, options, nvcc)
+        assert one.fault is None, one.line()
+        assert one.registers > 0
+
+
 def test_every_cuda_source_is_gated(gate):
     folder = Path(importlib.util.find_spec("dagengine_kernels").origin).parent / "fused" / "csrc" / "cuda"
     assert {path.stem for path in folder.glob("*.cu")} == set(gate.SOURCES)
