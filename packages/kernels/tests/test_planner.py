@@ -23,7 +23,8 @@ H200 = PlanParameters(group=4, num_kv_heads=8, rows_per_tile=(64, 128), workers=
 def random_batch(rng: random.Random) -> tuple[SpanTable, list[list[int]] | None]:
     """A batch of shared, sliced, twice quoted, empty and multi-row sequences, and pages to grow into."""
     page_size = rng.choice((1, 3, 16, 64))
-    size = page_size * rng.choice((1, 2, 5))
+    crowd = rng.random() < 0.3
+    longest = 400 if crowd else rng.choice((page_size, 30, 100, 400))
     numbers = list(range(4000))
     rng.shuffle(numbers)
 
@@ -34,21 +35,23 @@ def random_batch(rng: random.Random) -> tuple[SpanTable, list[list[int]] | None]
         return taken
 
     nodes = []
-    for _ in range(rng.randint(1, 6)):
-        tokens = rng.randint(1, 3 * size)
+    for _ in range(rng.randint(1, 4)):
+        tokens = rng.randint(1, longest)
         nodes.append((take(tokens), tokens, rng.randint(0, 40)))
     sequences, growing = [], []
-    for _ in range(rng.randint(0, 9)):
-        rows = rng.choice((0, 1, 1, 1, 1, 2, 3, 9, 40))
+    for _ in range(rng.randint(5, 20) if crowd else rng.randint(0, 9)):
+        rows = 1 if crowd else rng.choice((0, 1, 1, 1, 1, 2, 3, 9, 40))
         view, spans = rng.choice((0, 0, 7)), []
         for _ in range(rng.randint(0, 5)):
-            pages, tokens, stored = rng.choice(nodes)
+            node, tokens, stored = rng.choice(nodes)
             start = rng.choice((0, 0, rng.randrange(tokens)))
             stop = rng.choice((tokens, tokens, rng.randint(start + 1, tokens)))
             delta = view - stored - start
             if rng.random() < 0.3 and spans:
                 delta = max(spans[-1][4], -stored - start)
-            spans.append((pages, start, stop, stored + start, delta))
+            cut = rng.randint(start, stop) if rng.random() < 0.3 else start
+            parts = [(node, start, cut, stored + start, delta), (node, cut, stop, stored + cut, delta)]
+            spans += [part for part in parts if part[1] < part[2]]
             view = max(view, stored + stop + delta)
         first = max(view - rng.choice((0, 0, 1, 5)), 0)
         own = rng.choice((0, rows, rows, rows + 5))
@@ -75,6 +78,7 @@ def random_parameters(rng: random.Random) -> PlanParameters:
         window=rng.choice((None, None, 1, 10, 60)),
         min_chunk=rng.choice((1, 2, 4)),
         work_cost=rng.choice((0, 1, 3)),
+        run_cost=rng.choice((0, 0, 1, 2)),
         wide_cost=rng.choice((0.5, 1.15, 2.0)),
     )
 
