@@ -15,10 +15,16 @@ from dagengine_kernels.fused.cuda.vectors import HeadLayout, alignment, device_t
 from dagengine_kernels.rotary import RotaryTable
 
 WARPS = 8
-"""Tokens per block."""
+"""Per block."""
 
-ENOUGH_WARPS = 132 * 16
-"""Warps that keep the device busy: with fewer tokens, several warps share one token's heads."""
+ENOUGH_WARPS = 132 * 64
+"""Warps that keep the device busy to the end: with fewer tokens, several warps share a token's heads."""
+
+BATCH = 2
+"""Heads that a thread has under way."""
+
+MANY_TOKENS = 4096
+"""From this many on, what is written would not stay in L2 until it is read."""
 
 
 class _Params(ctypes.Structure):
@@ -60,7 +66,7 @@ class Appender:
 
     def __init__(self, slots: Tensor, positions: Tensor, rotary: RotaryTable | None, page_size: int) -> None:
         self._slots, self._positions, self._rotary = slots, positions, rotary
-        self._kernels: dict[tuple[HeadLayout, bool, bool], Kernel] = {}
+        self._kernels: dict[tuple[HeadLayout, bool, bool, bool], Kernel] = {}
         self._params = _Params(
             slots=slots.data_ptr(),
             positions=positions.data_ptr(),
@@ -108,59 +114,62 @@ class Appender:
         out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if tokens == 0:
             return out
-        key = (layout, k_weight is not None, q is not None)
+        key = (layout, k_weight is not None, q is not None, tokens >= MANY_TOKENS)
         found = self._kernels.get(key)
         if found is None:
-            macros = {**layout.macros(), "NORM_K": int(key[1]), "NORM_Q": int(key[2])}
+            macros = {**layout.macros(), **_choices(*key[1:])}
             found = self._kernels[key] = kernel("append", "append", macros, kv_layer.device.index)
-        at_once = 32 // layout.lanes
+        at_once = WARPS * 32 // layout.lanes
+        blocks = -(-tokens // at_once)
         params = self._params
         params.k, params.v, params.pages = k.data_ptr(), v.data_ptr(), kv_layer.data_ptr()
         params.k_token, params.k_head = k.stride()[:2]
         params.v_token, params.v_head = v.stride()[:2]
-        params.kv_heads, params.kv_rows = kv_heads, _sharing(tokens, kv_heads, at_once)
+        params.kv_heads, params.kv_rows = kv_heads, _sharing(blocks, kv_heads)
         rows = params.kv_rows
         if k_weight is not None:
             params.k_weight, params.k_eps = k_weight.data_ptr(), k_eps
         if q is not None and out is not None and q_weight is not None:
             params.q, params.q_out, params.q_weight = q.data_ptr(), out.data_ptr(), q_weight.data_ptr()
             params.q_token, params.q_head = q.stride()[:2]
-            params.q_heads, params.q_rows = q.shape[1], _sharing(tokens, q.shape[1], at_once)
+            params.q_heads, params.q_rows = q.shape[1], _sharing(blocks, q.shape[1])
             params.q_eps = q_eps
             rows += params.q_rows
         stream = torch.cuda.current_stream(kv_layer.device).cuda_stream
-        found.launch((-(-tokens // WARPS), rows, 1), (WARPS * 32, 1, 1), 0, stream, params, pdl=pdl)
+        found.launch((blocks, rows, 1), (WARPS * 32, 1, 1), 0, stream, params, pdl=pdl)
         return out
 
 
-def _sharing(tokens: int, heads: int, at_once: int) -> int:
-    """How many warps share the heads of one token."""
-    passes = -(-heads // at_once)
-    return max(1, min(passes, -(-ENOUGH_WARPS // tokens)))
+def _sharing(blocks: int, heads: int) -> int:
+    """Among how many warps the heads of a token are shared out."""
+    return max(1, min(-(-heads // BATCH), -(-ENOUGH_WARPS // (blocks * WARPS))))
+
+
+def _choices(k_norm: bool, q_norm: bool, many: bool) -> dict[str, int]:
+    return {"NORM_K": int(k_norm), "NORM_Q": int(q_norm), "BATCH": BATCH, "STREAMING": int(many)}
 
 
 def variants() -> tuple[Variant, ...]:
     """What the compile gate builds."""
     listed = []
-    for dtype, head_dim, rotary_dim, interleaved, vec, lanes, k_norm, q_norm in (
-        (2, 128, 128, 0, 8, 8, 0, 0),
-        (2, 128, 128, 0, 8, 8, 1, 1),
-        (2, 128, 128, 1, 8, 8, 0, 0),
-        (2, 64, 64, 0, 8, 4, 0, 0),
-        (2, 256, 64, 0, 8, 16, 1, 1),
-        (1, 128, 128, 0, 8, 8, 0, 0),
-        (0, 64, 64, 0, 4, 8, 0, 0),
-        (2, 128, 0, 0, 8, 8, 0, 0),
+    for dtype, head_dim, rotary_dim, interleaved, vec, lanes, norms in (
+        (2, 128, 128, 0, 8, 8, False),
+        (2, 128, 128, 0, 8, 8, True),
+        (2, 128, 128, 1, 8, 8, False),
+        (2, 64, 64, 0, 8, 4, False),
+        (2, 256, 64, 0, 8, 16, True),
+        (1, 128, 128, 0, 8, 8, False),
+        (0, 64, 64, 0, 4, 8, False),
+        (2, 128, 0, 0, 8, 8, False),
     ):
-        macros = (
-            ("DTYPE", dtype),
-            ("HEAD_DIM", head_dim),
-            ("ROTARY_DIM", rotary_dim),
-            ("INTERLEAVED", interleaved),
-            ("VEC", vec),
-            ("LANES", lanes),
-            ("NORM_K", k_norm),
-            ("NORM_Q", q_norm),
-        )
-        listed.append(Variant("append", "append", macros))
+        macros = {
+            "DTYPE": dtype,
+            "HEAD_DIM": head_dim,
+            "ROTARY_DIM": rotary_dim,
+            "INTERLEAVED": interleaved,
+            "VEC": vec,
+            "LANES": lanes,
+            **_choices(norms, norms, not norms),
+        }
+        listed.append(Variant("append", "append", tuple(macros.items())))
     return tuple(listed)

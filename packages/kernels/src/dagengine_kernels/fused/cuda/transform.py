@@ -16,7 +16,7 @@ from dagengine_kernels.fused.cuda.vectors import HeadLayout
 MOVE_FIELDS = 8
 """page, row, count, row of the table (-1: leave K as it is), destination page, destination row, two unused."""
 
-THREADS, UNROLL, STREAMING = 128, 1, 0
+THREADS, UNROLL, STREAMING = 128, 1, 1
 """Threads of a block, rows that each of them has under way, and whether stores pass by L2."""
 
 

@@ -1,7 +1,8 @@
 // K and V of new tokens into pages: optional RMS norm of k, rotation at the stored position, one rounding.
 //
-// One warp takes a token and some of its heads; LANES threads take a head. Blocks of the rows after the kv heads' norm q.
-// Configured by rotary.cuh, and NORM_K, NORM_Q (0 or 1).
+// LANES threads take a token and some of its heads, one after another; a warp takes the same heads of several tokens, so
+// that it writes neighbouring rows of a page. The rows of blocks after those of the kv heads norm q. Configured by
+// rotary.cuh, NORM_K, NORM_Q (0 or 1), BATCH (heads under way) and STREAMING (stores pass by L2).
 #include "rotary.cuh"
 
 struct Params {
@@ -26,7 +27,15 @@ struct Params {
 };
 
 constexpr int WARPS = 8;
-constexpr int HEADS_AT_ONCE = 32 / LANES;
+constexpr int TOKENS_AT_ONCE = 32 / LANES;
+
+__device__ __forceinline__ void put(const Elements& x, void* base, i64 element) {
+    if constexpr (STREAMING) {
+        x.store_streaming(base, element);
+    } else {
+        x.store(base, element);
+    }
+}
 
 struct Norm {
     float weight[ROUNDS][2][VEC];
@@ -81,8 +90,8 @@ struct Head {
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
             const Unit unit(lane + r * LANES);
-            if (active && unit.first >= 0) at[r][0].store(base, element + unit.first * VEC);
-            if (active && unit.second >= 0) at[r][1].store(base, element + unit.second * VEC);
+            if (active && unit.first >= 0) put(at[r][0], base, element + unit.first * VEC);
+            if (active && unit.second >= 0) put(at[r][1], base, element + unit.second * VEC);
         }
     }
 
@@ -103,25 +112,20 @@ struct Head {
     }
 };
 
-// K and V of one head as they come.
-struct Pair {
-    Head k, v;
-
-    __device__ void load(const Params& p, int token, int head, int lane) {
-        const bool active = head < p.kv_heads;
-        k.load(p.k, token * p.k_token + head * p.k_head, lane, active);
-        v.load(p.v, token * p.v_token + head * p.v_head, lane, active);
+__device__ void append_kv(const Params& p, int token, bool active, int share, int lane) {
+    Head k[BATCH], v[BATCH];
+    const int step = p.kv_rows * BATCH;
+    // The first loads wait for nothing: they come before those of the slot and the angles.
+#pragma unroll
+    for (int n = 0; n < BATCH; ++n) {
+        const int head = share * BATCH + n;
+        k[n].load(p.k, token * p.k_token + head * p.k_head, lane, active && head < p.kv_heads);
+        v[n].load(p.v, token * p.v_token + head * p.v_head, lane, active && head < p.kv_heads);
     }
-};
-
-__device__ void append_kv(const Params& p, int token, int share, int lane, int sub) {
-    // Nothing that these loads wait for: they come first.
-    Pair now;
-    now.load(p, token, share * HEADS_AT_ONCE + sub, lane);
-    const u32 slot = static_cast<u32>(p.slots[token]);
+    const u32 slot = active ? static_cast<u32>(p.slots[token]) : 0;
     Angles angles[ROUNDS];
     if constexpr (ROTARY_DIM > 0) {
-        const float* table = p.table + p.positions[token] * ROTARY_DIM;
+        const float* table = p.table + (active ? p.positions[token] : 0) * ROTARY_DIM;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) angles[r].load(table, Unit(lane + r * LANES));
     }
@@ -131,53 +135,62 @@ __device__ void append_kv(const Params& p, int token, int share, int lane, int s
     const i64 head_elements = static_cast<i64>(p.page_size) * HEAD_DIM;
     const i64 to_k = static_cast<i64>(page) * 2 * p.kv_heads * head_elements + static_cast<i64>(row) * HEAD_DIM;
     const i64 to_v = to_k + p.kv_heads * head_elements;
-    const int step = p.kv_rows * HEADS_AT_ONCE;
-    for (int h = share * HEADS_AT_ONCE; h < p.kv_heads; h += step) {
-        const int head = h + sub;
-        const bool active = head < p.kv_heads;
-        Pair next;
-        next.load(p, token, head + step, lane);
-        if constexpr (NORM_K || ROTARY_DIM > 0) {
-            float x[ROUNDS][2][VEC];
-            now.k.unpack(x);
-            if constexpr (NORM_K) norm.apply(x, p.k_eps);
-            if constexpr (ROTARY_DIM > 0) {
+    for (int h = share * BATCH; h < p.kv_heads; h += step) {
 #pragma unroll
-                for (int r = 0; r < ROUNDS; ++r) angles[r].turn(x[r][0], x[r][1]);
+        for (int n = 0; n < BATCH; ++n) {
+            const int head = h + n;
+            const bool here = active && head < p.kv_heads;
+            if constexpr (NORM_K || ROTARY_DIM > 0) {
+                float x[ROUNDS][2][VEC];
+                k[n].unpack(x);
+                if constexpr (NORM_K) norm.apply(x, p.k_eps);
+                if constexpr (ROTARY_DIM > 0) {
+#pragma unroll
+                    for (int r = 0; r < ROUNDS; ++r) angles[r].turn(x[r][0], x[r][1]);
+                }
+                k[n].pack(x);
             }
-            now.k.pack(x);
+            k[n].store(p.pages, to_k + head * head_elements, lane, here);
+            v[n].store(p.pages, to_v + head * head_elements, lane, here);
         }
-        now.k.store(p.pages, to_k + head * head_elements, lane, active);
-        now.v.store(p.pages, to_v + head * head_elements, lane, active);
-        now = next;
+        if (h + step >= p.kv_heads) break;
+#pragma unroll
+        for (int n = 0; n < BATCH; ++n) {
+            const int head = h + step + n;
+            k[n].load(p.k, token * p.k_token + head * p.k_head, lane, active && head < p.kv_heads);
+            v[n].load(p.v, token * p.v_token + head * p.v_head, lane, active && head < p.kv_heads);
+        }
     }
 }
 
-__device__ void norm_q(const Params& p, int token, int share, int lane, int sub) {
+__device__ void norm_q(const Params& p, int token, bool active, int share, int lane) {
     Norm norm;
     norm.load(p.q_weight, lane);
-    for (int h = share * HEADS_AT_ONCE; h < p.q_heads; h += p.q_rows * HEADS_AT_ONCE) {
-        const int head = h + sub;
-        const bool active = head < p.q_heads;
-        Head q;
-        q.load(p.q, token * p.q_token + head * p.q_head, lane, active);
-        float x[ROUNDS][2][VEC];
-        q.unpack(x);
-        norm.apply(x, p.q_eps);
-        q.pack(x);
-        q.store(p.q_out, (static_cast<i64>(token) * p.q_heads + head) * HEAD_DIM, lane, active);
+    for (int h = share * BATCH; h < p.q_heads; h += p.q_rows * BATCH) {
+        Head q[BATCH];
+#pragma unroll
+        for (int n = 0; n < BATCH; ++n)
+            q[n].load(p.q, token * p.q_token + (h + n) * p.q_head, lane, active && h + n < p.q_heads);
+#pragma unroll
+        for (int n = 0; n < BATCH; ++n) {
+            float x[ROUNDS][2][VEC];
+            q[n].unpack(x);
+            norm.apply(x, p.q_eps);
+            q[n].pack(x);
+            q[n].store(p.q_out, (static_cast<i64>(token) * p.q_heads + h + n) * HEAD_DIM, lane, active && h + n < p.q_heads);
+        }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) append(const __grid_constant__ Params p) {
     let_next_kernel_start();
     wait_for_previous_kernel();
-    const int token = blockIdx.x * WARPS + threadIdx.x / 32;
-    const int lane = threadIdx.x % LANES, sub = threadIdx.x % 32 / LANES;
-    if (token >= p.tokens) return;
+    const int lane = threadIdx.x % LANES;
+    const int token = blockIdx.x * (WARPS * TOKENS_AT_ONCE) + threadIdx.x / LANES;
+    const bool active = token < p.tokens;
     if (blockIdx.y < p.kv_rows) {
-        append_kv(p, token, blockIdx.y, lane, sub);
+        append_kv(p, token, active, blockIdx.y, lane);
     } else if constexpr (NORM_Q) {
-        norm_q(p, token, blockIdx.y - p.kv_rows, lane, sub);
+        norm_q(p, token, active, blockIdx.y - p.kv_rows, lane);
     }
 }
