@@ -11,6 +11,7 @@ from dagengine_kernels import KernelError, apply_sinks, build_table, empty_pages
 from dagengine_kernels.append import HeadNorm
 from dagengine_kernels.conformance_cases import frequencies
 from dagengine_kernels.fused.cuda import advance, merge
+from dagengine_kernels.fused.cuda.vectors import alignment, head_layout
 from dagengine_kernels.fused.plan import PlanArrays
 from dagengine_kernels.fused.planner_twin import advance as advance_twin
 from dagengine_kernels.rotary import exact_rows, expand_rows, turn
@@ -332,3 +333,41 @@ def test_a_captured_graph_replays_append_merge_and_advance():
     )
     close(kv_layer[:, 0, :, :10].contiguous(), expected.view(32, 8, 10, 128), torch.bfloat16)
     assert (kv_layer[:, :, :, 10:] == 0).all()
+
+
+def test_alignment_is_the_largest_power_of_two_that_divides_all():
+    x = torch.zeros(4, 6, 8, dtype=torch.bfloat16)
+    base = x.data_ptr() % 16
+    assert base == 0
+    assert alignment(x) == 16
+    assert alignment(x, 256 + 8) == 8
+    assert alignment(x[:, :, 2:]) == 4
+    assert alignment(x[:, :, 1:]) == 2
+    assert alignment(torch.zeros(4, 6, 6, dtype=torch.bfloat16)) == 4
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_every_layout_holds_whole_pairs_and_whole_heads(dtype, pairing):
+    for head_dim in (8, 20, 24, 64, 80, 96, 128, 256, 512):
+        for rotary_dim in {0, 6, head_dim // 4 * 2, head_dim} - {n for n in (6,) if n > head_dim}:
+            rotary = rotary_of(rotary_dim, pairing, "cpu", length=2)
+            for bytes_aligned in (2, 4, 8, 16):
+                if bytes_aligned < dtype.itemsize:
+                    continue
+                layout = head_layout(dtype, head_dim, rotary, bytes_aligned)
+                if layout is None:
+                    assert pairing == "interleaved"
+                    assert rotary_dim
+                    assert bytes_aligned < 2 * dtype.itemsize
+                    continue
+                assert layout.vec * dtype.itemsize <= bytes_aligned
+                assert head_dim % layout.vec == 0
+                assert rotary_dim % layout.vec == 0
+                if layout.interleaved:
+                    assert layout.vec % 2 == 0
+                else:
+                    assert (rotary_dim // 2) % layout.vec == 0
+                assert 1 <= layout.lanes <= 32
+    assert head_layout(torch.float64, 128, None) is None
+    assert head_layout(torch.bfloat16, 1024, None) is None

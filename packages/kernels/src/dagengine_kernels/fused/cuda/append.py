@@ -67,6 +67,7 @@ class Appender:
     def __init__(self, slots: Tensor, positions: Tensor, rotary: RotaryTable | None, page_size: int) -> None:
         self._slots, self._positions, self._rotary = slots, positions, rotary
         self._kernels: dict[tuple[HeadLayout, bool, bool, bool], Kernel] = {}
+        self._layouts: dict[tuple[torch.dtype, int, int], HeadLayout | None] = {}
         self._params = _Params(
             slots=slots.data_ptr(),
             positions=positions.data_ptr(),
@@ -82,10 +83,11 @@ class Appender:
         given = [k, v] if q is None else [k, v, q]
         if any(x.dtype != kv_layer.dtype or x.stride(-1) != 1 for x in given) or not kv_layer.is_contiguous():
             return None
-        row = kv_layer.shape[-1] * kv_layer.element_size()
-        return head_layout(
-            kv_layer.dtype, kv_layer.shape[-1], self._rotary, alignment(*given, kv_layer.data_ptr(), row)
-        )
+        dim = kv_layer.shape[-1]
+        key = (kv_layer.dtype, dim, alignment(*given, kv_layer.data_ptr(), dim * kv_layer.element_size()))
+        if key not in self._layouts:
+            self._layouts[key] = head_layout(kv_layer.dtype, dim, self._rotary, key[2])
+        return self._layouts[key]
 
     def write(
         self,

@@ -74,17 +74,16 @@ def alignment(*places: Tensor | int) -> int:
 
     A tensor stands for its address and the strides of all axes but the last, in bytes.
     """
-    numbers = [16]
+    bits = 16
     for place in places:
         if isinstance(place, int):
-            numbers.append(place)
+            bits |= place
         else:
-            numbers.append(place.data_ptr())
-            numbers += [stride * place.element_size() for stride in place.stride()[:-1]]
-    found = 16
-    while any(number % found for number in numbers):
-        found //= 2
-    return found
+            size = place.element_size()
+            bits |= place.data_ptr()
+            for stride in place.stride()[:-1]:
+                bits |= stride * size
+    return bits & -bits
 
 
 _tables: weakref.WeakKeyDictionary[RotaryTable, dict[torch.device, Tensor]] = weakref.WeakKeyDictionary()
