@@ -5,6 +5,7 @@ import torch
 
 from dagengine_kernels import get_backend
 from dagengine_kernels.conformance import AttentionBackendConformance
+from dagengine_kernels.fused import native
 
 
 class TestReference(AttentionBackendConformance):
@@ -35,6 +36,32 @@ class TestSegmentedInPlace(AttentionBackendConformance):
 
     def make_backend(self):
         return get_backend("segmented", in_place_tokens=1, in_place_page_size=1)
+
+
+class FusedOnCpu(AttentionBackendConformance):
+    """Every instruction set that this machine has is held to the kit on its own."""
+
+    random_cases = 40
+    isa: str
+
+    def make_backend(self):
+        if native.why_missing():
+            pytest.skip(native.why_missing())
+        if self.isa not in native.load().cpu.isas():
+            pytest.skip(f"this machine does not run {self.isa}")
+        return get_backend("fused", implementation="cpu", isa=self.isa)
+
+
+class TestFusedAvx512(FusedOnCpu):
+    isa = "avx512"
+
+
+class TestFusedAvx2(FusedOnCpu):
+    isa = "avx2"
+
+
+class TestFusedPortable(FusedOnCpu):
+    isa = "portable"
 
 
 class TestPacked(AttentionBackendConformance):

@@ -11,7 +11,7 @@ from dagengine_kernels import AttentionShape, KernelError, backends, get_backend
 
 def test_the_built_in_backends_are_registered_and_load():
     listed = {entry.name: entry for entry in backends()}
-    for name in ("reference", "packed", "naive", "segmented"):
+    for name in ("reference", "packed", "naive", "segmented", "fused"):
         assert listed[name].error is None
         assert listed[name].distribution == "dagengine-kernels"
         assert get_backend(name).name == name

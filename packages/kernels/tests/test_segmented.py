@@ -78,16 +78,16 @@ def test_a_float32_query_reads_bf16_pages():
     kv_layer = torch.randn(table.num_pages, 2, 1, 16, 16).bfloat16()
     q = torch.randn(3, 3, 16)
     want = None
-    for name in ("reference", "segmented", "packed", "naive"):
+    for name in ("reference", "segmented", "packed", "naive", "fused"):
         backend = get_backend(name)
         out = backend.run(plan(backend, table), 0, q, kv_layer)
         assert out.dtype == torch.float32
         want = out if want is None else want
-        tolerance = 1e-5 if name == "segmented" else 2e-2
+        tolerance = 1e-5 if name in ("segmented", "fused") else 2e-2
         assert math.isclose(float((out - want).norm() / want.norm()), 0, abs_tol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["reference", "segmented", "packed", "naive"])
+@pytest.mark.parametrize("name", ["reference", "segmented", "packed", "naive", "fused"])
 @pytest.mark.parametrize("rows", [1, 5, 80])
 def test_queries_may_be_a_slice_of_a_fused_projection(name, rows):
     extents = [(i, 0, 16, 16 * i, 0) for i in range(10)]

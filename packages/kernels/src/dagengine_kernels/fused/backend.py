@@ -27,7 +27,7 @@ EXECUTORS = {
 }
 
 AUTO = {"cpu": ("cpu",), "cuda": ("cuda", "tilelang", "triton")}
-"""By device type, what `auto` takes the first of that runs there and can do what is asked."""
+"""By device type, what `auto` chooses from, the fastest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,8 @@ class FusedBackend(AttentionBackend):
     """Shared reads, planned once per batch.
 
     Args:
-        implementation: "cpu", "cuda", "tilelang" or "triton"; "auto" chooses by the device of a plan.
+        implementation: "cpu", "cuda", "tilelang" or "triton"; "auto" takes, for each plan, the first of `AUTO` that
+            runs on its device and does not refuse it.
         options: of that implementation's constructor; none with "auto".
     Raises: KernelError (invalid_argument; capability_missing where a named implementation cannot run).
     """
@@ -63,6 +64,7 @@ class FusedBackend(AttentionBackend):
     def __init__(self, implementation: str = "auto", **options: Any) -> None:
         super().__init__()
         self._executors: dict[str, Executor] = {}
+        self._on: dict[torch.device, list[Executor]] = {}
         self._named: Executor | None = None
         self.last_plan: FusedPlan | None = None
         if implementation == "auto":
@@ -118,12 +120,22 @@ class FusedBackend(AttentionBackend):
         dtype: torch.dtype,
     ) -> FusedPlan:
         device = self._check_plan(table, shape, rotary, device, dtype)
-        executor = self._named or self._choose(table, shape, device, dtype)
-        arrays = planner.plan_table(table, executor.parameters(table, shape, device))
-        plan = FusedPlan(self.name, table, shape, rotary, device, dtype, arrays, executor.name)
-        executor.load(plan)
-        self.last_plan = plan
-        return plan
+        refusal: KernelError | None = None
+        for executor in self._able(device):
+            try:
+                executor.capabilities.check(f"{self.name}-{executor.name}", table, shape, device.type, dtype)
+                arrays = planner.plan_table(table, executor.parameters(table, shape, device))
+                plan = FusedPlan(self.name, table, shape, rotary, device, dtype, arrays, executor.name)
+                executor.load(plan)
+            except KernelError as error:
+                if self._named is not None or error.code != UNSUPPORTED:
+                    raise
+                refusal = refusal or error
+                continue
+            self.last_plan = plan
+            return plan
+        assert refusal is not None
+        raise refusal
 
     def run(
         self,
@@ -147,27 +159,21 @@ class FusedBackend(AttentionBackend):
         assert lse2 is not None
         return out, lse2
 
-    def _choose(
-        self, table: SegmentTable, shape: AttentionShape, device: torch.device, dtype: torch.dtype
-    ) -> Executor:
-        """The first implementation for the device that runs there and can do this. Raises: KernelError."""
-        refusal: KernelError | None = None
-        reasons = []
-        for name in AUTO[device.type]:
-            executor = self._executors.get(name)
-            if executor is None:
-                reason = _why_not(name, device)
-                if reason is not None:
-                    reasons.append(f"{name}: {reason}")
-                    continue
-                executor = self._make(name, {})
-            try:
-                executor.capabilities.check(f"{self.name}-{name}", table, shape, device.type, dtype)
-            except KernelError as error:
-                refusal = refusal or error
-                continue
-            return executor
-        raise refusal or KernelError(UNSUPPORTED, "; ".join(reasons), "device")
+    def _able(self, device: torch.device) -> list[Executor]:
+        """The implementations to try on a device, at least one. Raises: KernelError (capability_missing)."""
+        if self._named is not None:
+            reason = type(self._named).unavailable(device)
+            if reason is not None:
+                raise KernelError(UNSUPPORTED, f"{self._named.name!r}: {reason}", "implementation")
+            return [self._named]
+        found = self._on.get(device)
+        if found is None:
+            reason = self.unavailable(device)
+            if reason is not None:
+                raise KernelError(UNSUPPORTED, reason, "implementation")
+            names = [name for name in AUTO[device.type] if _why_not(name, device) is None]
+            found = self._on[device] = [self._make(name, {}) for name in names]
+        return found
 
     def _make(self, name: str, options: dict[str, Any]) -> Executor:
         if name not in self._executors:

@@ -48,9 +48,7 @@ class CpuExecutor(Executor):
     """
 
     name: ClassVar[str] = "cpu"
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        devices=("cpu",), dtypes=tuple(DTYPES), in_place=True
-    )
+    capabilities: ClassVar[Capabilities] = Capabilities(devices=("cpu",), dtypes=tuple(DTYPES), in_place=True)
 
     def __init__(self, isa: str | None = None) -> None:
         missing = native.why_missing()
