@@ -154,7 +154,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(tmp_path: Path, case
     assert worst <= BAR
 
 
-@pytest.mark.parametrize("backend", ["reference", "packed", "segmented", "naive"])
+@pytest.mark.parametrize("backend", ["reference", "packed", "segmented", "naive", "fused"])
 @pytest.mark.parametrize("rope", [None, LLAMA3, LINEAR, YARN], ids=["default", "llama3", "linear", "yarn"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_a_fragment_computed_elsewhere_reads_as_the_prompt_of_transformers(

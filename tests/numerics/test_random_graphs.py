@@ -16,7 +16,7 @@ from .driver import Driver, request
 from .graphs import POLICIES, Node, random_plan, run_at_once, run_by_state
 
 BAR = 1e-4
-BACKENDS = ("reference", "packed", "segmented", "naive")
+BACKENDS = ("reference", "packed", "segmented", "naive", "fused")
 PAGE_SIZES = (1, 3, 16)
 
 

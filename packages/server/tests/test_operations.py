@@ -146,6 +146,18 @@ def test_health_and_version(server: Server) -> None:
     assert server.http.get("/docs").status_code == 200
 
 
+def test_the_model_says_which_attention_runs_and_why(server: Server) -> None:
+    (model,) = server.http.get("/v1/models").json()["data"]
+    dag = model["dag"]
+    assert dag["default_backend"] in dag["backends"]
+    record = server.complete(max_tokens=1)["dag"]["record"]
+    assert (record["backend"], record["implementation"]) == (
+        dag["default_backend"],
+        dag["default_implementation"],
+    )
+    assert dag["default_backend_reason"] == "the fastest on cpu"
+
+
 def test_nothing_new_is_taken_while_draining(start: Callable[..., Server]) -> None:
     server = start()
     server.app.state.service.draining = True

@@ -40,7 +40,7 @@ def test_a_chain_of_inherits_is_the_plain_prompt(server: Server) -> None:
     assert chained["usage"]["prompt_tokens_details"]["cached_tokens"] == dag["tokens"]["reused"]
     assert set(dag) == {"state", "spans", "tokens", "position", "record", "timing_ms"}
     assert set(dag["timing_ms"]) == {"compile", "layout", "kv_prepare", "first_token"}
-    assert dag["record"]["backend"] == "segmented" and dag["state"] is None
+    assert dag["record"]["backend"] == "fused" and dag["state"] is None
 
 
 def test_kept_answers_are_read_by_later_ones(server: Server) -> None:
@@ -91,7 +91,7 @@ def test_backends_agree(server: Server) -> None:
     state = server.prefill("the thing in the on a")
     answers = {
         backend: server.complete(dag={**inherit(state), "backend": backend}, max_tokens=6)
-        for backend in ("reference", "packed", "segmented", "naive")
+        for backend in ("reference", "packed", "segmented", "naive", "fused")
     }
     assert {name: answer["dag"]["record"]["backend"] for name, answer in answers.items()} == {
         name: name for name in answers

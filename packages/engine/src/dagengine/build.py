@@ -189,10 +189,11 @@ def assemble(
             raise DagError(
                 "kv_kind_unsupported", f"layers of kind {group.kv_kind!r} are not supported", "model"
             )
-    try:
-        get_backend("segmented" if config.attention_backend == "auto" else config.attention_backend)
-    except Exception as error:
-        raise as_dag_error(error, "attention_backend") from None
+    if config.attention_backend != "auto":
+        try:
+            get_backend(config.attention_backend)
+        except Exception as error:
+            raise as_dag_error(error, "attention_backend") from None
     try:
         position_policies.get(config.position_policy)
     except Exception as error:
@@ -219,7 +220,7 @@ def assemble(
         "model %s, %s on %s, %d KV pages of %d tokens, at most %d positions, %d threads",
         geometry.architecture, dtype, device, num_pages, config.page_size, max_model_len, torch.get_num_threads(),
     )  # fmt: skip
-    return EngineCore(
+    core = EngineCore(
         replace(config, kv_pages=num_pages, max_model_len=max_model_len),
         store,
         Runner(model, geometry, arena, max_positions=max_model_len, device=device),
@@ -231,6 +232,11 @@ def assemble(
         tokenizer=tokenizer,
         observer=observer,
     )
+    log.info(
+        "attention backend %s (%s): %s",
+        core.default_backend, core.attention.implementation, core.attention.reason,
+    )  # fmt: skip
+    return core
 
 
 def signature(

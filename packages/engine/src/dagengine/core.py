@@ -21,6 +21,7 @@ from dagengine_kernels import AttentionBackend, get_backend
 from dagengine_kvstore import KVStore, KVStoreError, NodeRecord
 from dagengine_positions import ModelAdapter, ModelGeometry
 
+from .attention import choose_backend
 from .config import EngineConfig
 from .errors import DagError, as_dag_error
 from .prepare import Preparer, ResolvedRef
@@ -64,7 +65,8 @@ class EngineCore:
     ) -> None:
         self.config, self.store, self.geometry = config, store, geometry
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
-        self.default_backend = get_backend(default_backend(config.attention_backend)).name
+        self.attention = choose_backend(config.attention_backend, runner)
+        self.default_backend = self.attention.name
         self._runner, self._observer = runner, observer
         self._eos = frozenset(eos_token_ids)
         self._vocab = min(geometry.vocab_size, tokenizer.vocab_size) if tokenizer else geometry.vocab_size
@@ -74,7 +76,7 @@ class EngineCore:
             store, config, self._work_ids, fail=self._fail_sequence, forget=self._forget
         )
         self._requests: dict[str, RunningRequest] = {}
-        self._backends: dict[str, AttentionBackend] = {}
+        self._backends: dict[str, AttentionBackend] = {self.default_backend: self.attention.backend}
         self._arrivals = count()
         self._events: list[Event] = []
         self._seeds = (
@@ -486,11 +488,6 @@ def _parent_failed(parent_id: str, error: DagError) -> DagError:
         return error
     reason = f"{parent_id!r}, which it reads, ended with {error.code}: {error.message}"
     return DagError("parent_failed", reason)
-
-
-def default_backend(name: str) -> str:
-    """What `auto` stands for: `segmented`, the fastest backend that reads pages in place."""
-    return "segmented" if name == "auto" else name
 
 
 def _by_backend(chunks: list[Chunk]) -> dict[str, list[Chunk]]:

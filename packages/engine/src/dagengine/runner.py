@@ -109,6 +109,14 @@ class Runner:
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=self.device),
         )
 
+    def try_backend(self, backend: AttentionBackend) -> None:
+        """Plan an empty batch for every group of layers. Raises: what the backend refuses the model with."""
+        empty = SegmentTable.from_sequences(
+            (), page_size=self.arena.page_size, num_pages=self.arena.num_pages
+        )
+        for _, shape, rotary in self._groups:
+            backend.plan(empty, shape, rotary, device=self.device, dtype=self.arena.layer(0).dtype)
+
     @torch.inference_mode()
     def forward(self, batch: ModelInput, backend: AttentionBackend) -> Tensor:
         """Write the batch's KV and return logits [R, vocab] of its `logit_rows`."""

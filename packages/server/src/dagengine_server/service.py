@@ -39,6 +39,8 @@ class ModelInfo:
     num_pages: int
     max_num_seqs: int
     default_backend: str
+    default_implementation: str
+    default_backend_reason: str
     default_policy: str
     dtype: str
     architecture: str
@@ -200,6 +202,8 @@ def _model_info(core: EngineCore) -> ModelInfo:
         num_pages=core.store.num_pages,
         max_num_seqs=core.config.max_num_seqs,
         default_backend=core.default_backend,
+        default_implementation=core.attention.implementation,
+        default_backend_reason=core.attention.reason,
         default_policy=core.config.position_policy,
         dtype=core.config.dtype,
         architecture=core.geometry.architecture,

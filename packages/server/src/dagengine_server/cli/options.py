@@ -154,7 +154,10 @@ PageSize = Annotated[int, typer.Option(help="tokens per KV page")]
 KvPages = Annotated[int | None, typer.Option(help="KV pages in the pool  [default: from --kv-memory-gib]")]
 KvMemoryGib = Annotated[float, typer.Option(help="size of the pool of KV pages")]
 AttentionBackend = Annotated[
-    str, typer.Option(help="or one that a plug-in brings", metavar="{auto,reference,packed,segmented,naive}")
+    str,
+    typer.Option(
+        help="or one that a plug-in brings", metavar="{auto,fused,segmented,packed,naive,reference}"
+    ),
 ]
 PositionPolicy = Annotated[
     str, typer.Option(help="of requests that name none", metavar="{linear,native,explicit}")

@@ -110,7 +110,7 @@ def serve(
     # What was loaded lives as long as the process: full collections would walk all of it, for 100 ms each.
     gc.collect()
     gc.freeze()
-    log.info("attention backend %s, position policy %s", core.default_backend, position_policy)
+    log.info("position policy %s", position_policy)
     engine = EngineThread(core)
     try:
         status = run(

@@ -149,6 +149,8 @@ def _model(service: Service) -> dict[str, Any]:
             "default_position_policy": info.default_policy,
             "backends": registered("dagengine.attention_backends"),
             "default_backend": info.default_backend,
+            "default_implementation": info.default_implementation,
+            "default_backend_reason": info.default_backend_reason,
             "page_size": info.page_size,
             "kv_pages": info.num_pages,
             "max_context": service.settings.max_context,
