@@ -29,7 +29,8 @@ INVISIBLE = tl.constexpr(-(2**31))
 @triton.jit
 def load_tile(
     kv,
-    pages,
+    k_pages,
+    v_pages,
     entries,
     tile,
     head,
@@ -48,8 +49,7 @@ def load_tile(
     n = tl.arange(0, N)
     entry = entries + tile * (BOXES * 4)
     inside = n < BOXES * PAGE
-    if pages is not None:
-        k_pages, v_pages = pages
+    if k_pages is not None:
         row = (tl.load(entry) * (2 * HKV) + head) * PAGE
         k_left = k_pages.load([row, 0])
         k_right = k_pages.load([row, C])
@@ -99,7 +99,8 @@ def walk(
     begin,
     end,
     kv,
-    pages,
+    k_pages,
+    v_pages,
     entries,
     head,
     cos,
@@ -127,7 +128,7 @@ def walk(
         q_left, q_right = q_left.to(tl.float32), q_right.to(tl.float32)
     for tile in tl.range(begin, end):
         k_left, k_right, v, stored = load_tile(
-            kv, pages, entries, tile, head, KIND, HKV, D, C, PAGE, BOXES, N
+            kv, k_pages, v_pages, entries, tile, head, KIND, HKV, D, C, PAGE, BOXES, N
         )
         if TURN_KEYS and HALF > 0:
             left, right = move_keys(k_left, k_right, move_cos, move_sin, N, HALF, INTERLEAVED)
@@ -175,7 +176,8 @@ def tile_slots(
 def attend(
     q,
     kv,
-    pages,
+    k_pages,
+    v_pages,
     cos,
     sin,
     positions,
@@ -212,9 +214,9 @@ def attend(
     """One work.
 
     Args:
-        q: [T, Hkv * GROUP, D] unrotated. kv: [pages, 2, Hkv, PAGE, D]. pages: the same as two descriptors of
-            [pages * 2 * Hkv * PAGE, D], in blocks of [PAGE, BLOCK_D / 2] and of [PAGE, BLOCK_D]; None where a
-            tile is not one page.
+        q: [T, Hkv * GROUP, D] unrotated. kv: [pages, 2, Hkv, PAGE, D]. k_pages, v_pages: the same as descriptors
+            of [pages * 2 * Hkv * PAGE, D], in blocks of [PAGE, BLOCK_D / 2] and [PAGE, BLOCK_D]; None where a tile
+            is not one page.
         cos, sin: as rotate.py says, None if HALF is 0; last_position: theirs; scaling: their attention scaling.
         positions: int32 [T] view positions.
         works: int32 [W, 5], pieces: int32 [P, 6], see pieces.py.
@@ -252,18 +254,18 @@ def attend(
         q_left, q_right = (q_left * q_factor).to(dtype), (q_right * q_factor).to(dtype)
         if kind == SEEN:
             top, total, acc = walk(
-                q_left, q_right, eff, delta, top, total, acc, begin, end, kv, pages, entries, head, cos, sin, scaling,
-                cap2, SEEN, HKV, D, C, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
+                q_left, q_right, eff, delta, top, total, acc, begin, end, kv, k_pages, v_pages, entries, head, cos, sin,
+                scaling, cap2, SEEN, HKV, D, C, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
             )  # fmt: skip
         elif kind == WHOLE:
             top, total, acc = walk(
-                q_left, q_right, eff, delta, top, total, acc, begin, end, kv, pages, entries, head, cos, sin, scaling,
-                cap2, WHOLE, HKV, D, C, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
+                q_left, q_right, eff, delta, top, total, acc, begin, end, kv, k_pages, v_pages, entries, head, cos, sin,
+                scaling, cap2, WHOLE, HKV, D, C, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
             )  # fmt: skip
         else:
             top, total, acc = walk(
-                q_left, q_right, eff, delta, top, total, acc, begin, end, kv, pages, entries, head, cos, sin, scaling,
-                cap2, RAGGED, HKV, D, C, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
+                q_left, q_right, eff, delta, top, total, acc, begin, end, kv, k_pages, v_pages, entries, head, cos, sin,
+                scaling, cap2, RAGGED, HKV, D, C, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
             )  # fmt: skip
 
     _, slot, place, real = tile_slots(rows, head, slots, HKV, GROUP, BLOCK_M)

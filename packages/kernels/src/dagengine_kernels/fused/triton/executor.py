@@ -117,7 +117,7 @@ class TritonExecutor(Executor):
         if not heights:
             message = f"query heads per kv head must be at most {max(LAUNCHES)}, not {shape.group}"
             raise KernelError(UNSUPPORTED, message, "num_heads")
-        sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
+        sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2
         return PlanParameters(
             group=shape.group,
             num_kv_heads=shape.num_kv_heads,
@@ -130,9 +130,8 @@ class TritonExecutor(Executor):
     def load(self, plan: FusedPlan) -> None:
         arrays, shape, rotary = plan.arrays, plan.shape, plan.rotary
         if self.turn == "keys" and rotary is not None:
-            whole = rotary.rotary_dim == shape.head_dim == _power_of_two(shape.head_dim)
-            if not whole:
-                message = f"turn='keys' takes a whole head of 2**n elements, not {rotary.rotary_dim}"
+            if not rotary.rotary_dim == shape.head_dim == _block(shape.head_dim):
+                message = f"turn='keys' turns whole heads of 2**n >= 32 elements, not {rotary.rotary_dim}"
                 raise KernelError(UNSUPPORTED, message, "rotary_dim")
         positions = plan.table.q_positions.astype(np.int32)
         ints = {
@@ -175,9 +174,9 @@ class TritonExecutor(Executor):
         sinks = None if sinks is None else sinks.to(q.device, torch.float32).contiguous()
         shape, rotary, loaded = plan.shape, plan.rotary, plan.loaded
         page_size, head_dim = plan.table.page_size, shape.head_dim
-        block_d = max(32, _power_of_two(head_dim))
+        block_d = _block(head_dim)
         tile_tokens = plan.arrays.boxes * page_size
-        pages = _descriptors(kv_layer, block_d)
+        k_pages, v_pages = _descriptors(kv_layer, block_d)
         softcap = shape.softcap
         for i, tiles in enumerate(plan.arrays.classes):
             height = tiles.rows_per_tile
@@ -185,7 +184,8 @@ class TritonExecutor(Executor):
             attend[(len(tiles.works),)](
                 q,
                 kv_layer,
-                pages,
+                k_pages,
+                v_pages,
                 loaded["cos"],
                 loaded["sin"],
                 loaded["positions"],
@@ -246,21 +246,21 @@ class TritonExecutor(Executor):
             HKV=shape.num_kv_heads,
             GROUP=shape.group,
             D=shape.head_dim,
-            BLOCK_D=max(32, _power_of_two(shape.head_dim)),
+            BLOCK_D=_block(shape.head_dim),
             PARTS=MERGE_PARTS,
             num_warps=4,
         )
 
 
-def _descriptors(kv_layer: Tensor, block_d: int) -> tuple[Any, Any] | None:
-    """The pages as rows, in blocks of half and of whole pages' rows, where one page is one KV tile; else None."""
+def _descriptors(kv_layer: Tensor, block_d: int) -> tuple[Any, Any]:
+    """The pages as rows, in blocks of half and of whole pages' rows, where one page is one KV tile; else twice None."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     page_size, head_dim = kv_layer.shape[3:]
     # A box has at most 256 rows, and rows start at multiples of 16 bytes.
     fits = TILE_TOKENS <= page_size <= 256 and page_size == _power_of_two(page_size)
     if not fits or head_dim * kv_layer.element_size() % 16:
-        return None
+        return None, None
     rows = kv_layer.view(-1, head_dim)
     return tuple(TensorDescriptor.from_tensor(rows, [page_size, width]) for width in (block_d // 2, block_d))
 
@@ -291,6 +291,11 @@ def _to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str,
 def _power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
+
+
+def _block(head_dim: int) -> int:
+    """BLOCK_D: half of it is at least what a dot takes."""
+    return max(32, _power_of_two(head_dim))
 
 
 def _stages(height: int, block_m: int, block_d: int, tile_tokens: int, q: Tensor) -> int:
