@@ -145,8 +145,8 @@ def attend_func(v: Variant) -> Any:
             )
 
     @T.macro
-    def place(tx, a_at, b_at, head, Q, Rope, Qs, RowOf, Ends, x, cs):
-        """The rows of this consumer into shared memory, turned to Ends (that is p - delta)."""
+    def place(tx, turns, a_at, b_at, head, Q, Rope, Qs, RowOf, Ends, x, cs):
+        """A thread's items of this consumer's rows into shared memory, turned to Ends (p - delta) or as they are."""
         for p in T.unroll(64 // abreast):
             m = tx // 128 * 64 + p * abreast + tx % 128 // items
             row = RowOf[m]
@@ -155,16 +155,11 @@ def attend_func(v: Variant) -> Any:
                     x[e] = Q[row, head, m % group, a_at + e]
                 for e in T.vectorized(width):
                     x[width + e] = Q[row, head, m % group, b_at + e]
-                if half > 0:
+                if turns:
                     at = T.max(T.min(Ends[m], length - 1), 0)
-                    if turned_items == items:
-                        for e in T.vectorized(2 * width):
-                            cs[e] = Rope[at, tx % items * 2 * width + e]
-                        turn_item(x, cs)
-                    elif tx % items < turned_items:
-                        for e in T.vectorized(2 * width):
-                            cs[e] = Rope[at, tx % items * 2 * width + e]
-                        turn_item(x, cs)
+                    for e in T.vectorized(2 * width):
+                        cs[e] = Rope[at, tx % items * 2 * width + e]
+                    turn_item(x, cs)
             else:
                 for e in T.unroll(2 * width):
                     x[e] = T.cast(0, dtype)
@@ -172,31 +167,24 @@ def attend_func(v: Variant) -> Any:
                 Qs[a_at // 64, m, a_at % 64 + e] = x[e]
             for e in T.vectorized(width):
                 Qs[b_at // 64, m, b_at % 64 + e] = x[width + e]
-        T.fence_proxy_async()
-        T.sync_threads(TURN + tx // 128, 128)
 
     @T.macro
     def turn(tx, head, Q, Rope, Qs, RowOf, Ends, x, cs):
-        """`place` at the addresses of this thread: both halves of `width` pairs (or 2 * width elements as they lie)."""
+        """`place` of the items of a thread: `width` pairs, or 2 * width elements that do not turn."""
         c = tx % items
-        if v.interleaved or half == 0:
-            place(tx, c * 2 * width, c * 2 * width + width, head, Q, Rope, Qs, RowOf, Ends, x, cs)
-        elif turned_items == items:
-            place(tx, c * width, half + c * width, head, Q, Rope, Qs, RowOf, Ends, x, cs)
-        else:
-            place(
-                tx,
-                T.if_then_else(c < turned_items, c * width, c * 2 * width),
-                T.if_then_else(c < turned_items, half + c * width, c * 2 * width + width),
-                head,
-                Q,
-                Rope,
-                Qs,
-                RowOf,
-                Ends,
-                x,
-                cs,
-            )
+        if turned_items > 0:
+            if turned_items == items or c < turned_items:
+                if v.interleaved:
+                    place(
+                        tx, True, c * 2 * width, c * 2 * width + width, head, Q, Rope, Qs, RowOf, Ends, x, cs
+                    )
+                else:
+                    place(tx, True, c * width, half + c * width, head, Q, Rope, Qs, RowOf, Ends, x, cs)
+        if turned_items < items:
+            if turned_items == 0 or c >= turned_items:
+                place(tx, False, c * 2 * width, c * 2 * width + width, head, Q, Rope, Qs, RowOf, Ends, x, cs)
+        T.fence_proxy_async()
+        T.sync_threads(TURN + tx // 128, 128)
 
     @T.macro
     def hold(tx, Ends, ends, limits):
@@ -404,13 +392,13 @@ def attend_func(v: Variant) -> Any:
             tx = T.get_thread_binding()
             factor = cap2 if v.capped else scale2
             if tx >= consumer_threads:
-                if consumers == 2:
-                    T.set_max_nreg(24, 0)
+                if v.registers is not None:
+                    T.set_max_nreg(v.registers[0], 0)
                 if tx < consumer_threads + 32:
                     produce(KV, Entries, Works, work, Ks, Vs, k_ready, k_free, v_ready, v_free)
             else:
-                if consumers == 2:
-                    T.set_max_nreg(240, 1)
+                if v.registers is not None:
+                    T.set_max_nreg(v.registers[1], 1)
                 head = Works[work, WORK_HEAD]
                 begin = Works[work, WORK_BEGIN]
                 count = Works[work, WORK_END] - begin

@@ -50,7 +50,12 @@ class Variant:
 
     @property
     def threads(self) -> int:
-        return 384 if self.consumers == 2 else 160
+        return 128 * (self.consumers + 1)
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Per thread of the producer and of the consumers, out of a pool of 65536; None: as the compiler likes."""
+        return {(2, 1): (24, 240), (1, 2): (24, 232)}.get((self.consumers, self.ctas_per_sm))
 
     @property
     def smem_bytes(self) -> int:
