@@ -53,6 +53,7 @@ class PlanParameters:
         window: keys in (p - window, p] are visible; None for no window.
         min_chunk: no (tile, head) is cut into pieces of fewer KV tiles than this, unless it is smaller itself.
         work_cost: what starting a work costs, in KV tiles.
+        run_cost: what going on to another run within a work costs (q turns), in KV tiles.
         wide_cost: the cost of a KV tile at the largest height relative to one at the smallest.
     """
 
@@ -64,6 +65,7 @@ class PlanParameters:
     window: int | None = None
     min_chunk: int = 4
     work_cost: int = 3
+    run_cost: int = 0
     wide_cost: float = 1.15
 
 

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
 from dagengine_kernels.fused import planner_twin
 from dagengine_kernels.fused.native import load, why_missing
-from dagengine_kernels.fused.plan import WORK_BEGIN, WORK_END, PlanArrays, PlanClass, PlanParameters
+from dagengine_kernels.fused.plan import (
+    ENTRY_RUN,
+    WORK_BEGIN,
+    WORK_END,
+    PlanArrays,
+    PlanClass,
+    PlanParameters,
+)
 from dagengine_kernels.fused.spans import SpanTable, check_page_size, indptr, to_spans
 from dagengine_kernels.segments import SegmentTable
 
@@ -102,6 +109,7 @@ def _call(
         parameters.window,
         parameters.min_chunk,
         parameters.work_cost,
+        parameters.run_cost,
         parameters.wide_cost,
     )
     pages = None
@@ -136,8 +144,10 @@ def _call(
 def balance(arrays: PlanArrays, parameters: PlanParameters) -> list[tuple[int, float]]:
     """Per class of the plan the cost of its largest share, in KV tiles, and that of the mean share."""
     found = []
+    changes = np.cumsum(np.diff(arrays.entries[:: arrays.boxes, ENTRY_RUN], prepend=-1) != 0)
     for one in arrays.classes:
-        cost = one.works[:, WORK_END] - one.works[:, WORK_BEGIN] + parameters.work_cost
+        begin, end = one.works[:, WORK_BEGIN], one.works[:, WORK_END]
+        cost = end - begin + parameters.work_cost + parameters.run_cost * (changes[end - 1] - changes[begin])
         ends = np.append(0, np.cumsum(cost))[one.work_indptr]
         found.append((int(np.diff(ends).max()), float(ends[-1]) / (len(one.work_indptr) - 1)))
     return found
@@ -145,7 +155,7 @@ def balance(arrays: PlanArrays, parameters: PlanParameters) -> list[tuple[int, f
 
 def check_parameters(parameters: PlanParameters) -> None:
     """Raises KernelError (invalid_argument) for parameters that no plan can have."""
-    for name, least in (("group", 1), ("num_kv_heads", 1), ("boxes", 1), ("min_chunk", 1), ("work_cost", 0)):
+    for name, least in (("group", 1), ("num_kv_heads", 1), ("boxes", 1), ("min_chunk", 1), ("work_cost", 0), ("run_cost", 0)):
         if getattr(parameters, name) < least:
             message = f"must be at least {least}, not {getattr(parameters, name)}"
             raise KernelError(INVALID_ARGUMENT, message, name)

@@ -19,9 +19,10 @@ Knows spans and plan parameters; not tensors, kernels or where a table came from
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -421,8 +422,9 @@ class _Planner:
             if not tiles:
                 continue
             lengths = [tile.end - tile.begin for tile in tiles for _ in range(heads)]
+            turns = [self._turns(tile) for tile in tiles for _ in range(heads)]
             pieces, work_indptr = cut(
-                lengths, parameters.workers[height], parameters.min_chunk, parameters.work_cost
+                lengths, parameters.workers[height], parameters.min_chunk, parameters.work_cost, turns
             )
             works = []
             for item, begin, end in pieces:
@@ -467,6 +469,12 @@ class _Planner:
             tokens_unique=tokens_unique(self.table),
         )
 
+    def _turns(self, tile: _Tile) -> list[int]:
+        """Per KV tile of a query tile what the changes of run up to it cost."""
+        runs = tile.tile_runs[tile.begin - tile.walk_begin : tile.end - tile.walk_begin]
+        changed = [0, *(one != other for one, other in pairwise(runs))]
+        return [self.parameters.run_cost * count for count in accumulate(changed)]
+
     def _tokens_read(self) -> int:
         boxes = self.parameters.boxes
         read = [page >= 0 and rows != 0 for page, rows, _, _ in self.entries]
@@ -475,27 +483,33 @@ class _Planner:
 
 
 def cut(
-    lengths: Sequence[int], workers: int, min_chunk: int, work_cost: int
+    lengths: Sequence[int],
+    workers: int,
+    min_chunk: int,
+    work_cost: int,
+    turns: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[tuple[int, int, int]], list[int]]:
     """Cut items of so many KV tiles each, in order, into equal shares for the workers.
 
-    A share costs its KV tiles and `work_cost` per work; the smallest bound that no share exceeds is searched for.
+    A share costs its KV tiles, `work_cost` per work and what its changes of run cost: turns[item][k] for those at
+    KV tiles 1 .. k. The smallest bound that no share exceeds is searched for.
 
     Returns:
         works (item, begin, end) and how many of them precede each worker's first [workers + 1].
     """
-    total = sum(lengths) + work_cost * len(lengths)
+    turns = turns or [[0] * length for length in lengths]
+    total = sum(lengths) + work_cost * len(lengths) + sum(item[-1] for item in turns)
     low = max(-(-total // workers), 1)
     step = 1
     high = low
-    while (found := _shares(lengths, workers, min_chunk, work_cost, high)) is None:
+    while (found := _shares(lengths, turns, workers, min_chunk, work_cost, high)) is None:
         low = high + 1
         high += step
         step *= 2
     best = found
     while low < high:
         middle = (low + high) // 2
-        found = _shares(lengths, workers, min_chunk, work_cost, middle)
+        found = _shares(lengths, turns, workers, min_chunk, work_cost, middle)
         if found is None:
             low = middle + 1
         else:
@@ -504,7 +518,12 @@ def cut(
 
 
 def _shares(
-    lengths: Sequence[int], workers: int, min_chunk: int, work_cost: int, bound: int
+    lengths: Sequence[int],
+    turns: Sequence[Sequence[int]],
+    workers: int,
+    min_chunk: int,
+    work_cost: int,
+    bound: int,
 ) -> tuple[list[tuple[int, int, int]], list[int]] | None:
     """Shares of cost at most `bound`, each filled as far as it goes; None if the workers do not suffice."""
     works: list[tuple[int, int, int]] = []
@@ -514,11 +533,12 @@ def _shares(
         begin = 0
         while begin < length:
             left = length - begin
-            if room >= work_cost + left:
+            cost = work_cost + left + turns[item][-1] - turns[item][begin]
+            if room >= cost:
                 works.append((item, begin, length))
-                room -= work_cost + left
+                room -= cost
                 break
-            piece = min(room - work_cost, left - min_chunk)
+            piece = min(_affordable(turns[item], begin, room - work_cost), left - min_chunk)
             if piece >= min_chunk:
                 # What stays must be divisible into pieces that are neither too small nor too large.
                 more = -(-(left - piece) // (bound - work_cost))
@@ -533,6 +553,12 @@ def _shares(
             firsts.append(len(works))
             room = bound
     return works, firsts + [len(works)] * (workers + 1 - len(firsts))
+
+
+def _affordable(turns: Sequence[int], begin: int, room: int) -> int:
+    """How many KV tiles from `begin` on cost at most `room`."""
+    costs = range(begin, len(turns))
+    return bisect_right(costs, room, key=lambda k: k + 1 - begin + turns[k] - turns[begin])
 
 
 def tokens_unique(table: SpanTable) -> int:

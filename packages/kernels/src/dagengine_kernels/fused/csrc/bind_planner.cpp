@@ -48,7 +48,8 @@ Parameters read_parameters(const py::tuple& given) {
     parameters.window = given[5].is_none() ? 0 : given[5].cast<int64_t>();
     parameters.min_chunk = given[6].cast<int64_t>();
     parameters.work_cost = given[7].cast<int64_t>();
-    parameters.wide_cost = given[8].cast<double>();
+    parameters.run_cost = given[8].cast<int64_t>();
+    parameters.wide_cost = given[9].cast<double>();
     return parameters;
 }
 

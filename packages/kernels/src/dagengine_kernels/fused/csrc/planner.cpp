@@ -103,7 +103,8 @@ class Planner {
 
     Ints first, next, count, order, keys;
     std::vector<const Tile*> tiles_of_height;
-    std::vector<int64_t> lengths;
+    std::vector<Walked> items;
+    std::vector<int64_t> turns;      // cost of the changes of run up to each KV tile
     std::vector<Piece> shares;
 
     // Greedy clusters of `chosen` units, appended to `made`; their units go to cluster_units.
@@ -489,14 +490,17 @@ class Planner {
                     visit(rows[slot] * heads + one.head, slot);
                 }
         };
+        turns.assign(tile_run.size(), 0);
+        for (size_t k = 1; k < tile_run.size(); ++k)
+            turns[k] = turns[k - 1] + parameters.run_cost * (tile_run[k] != tile_run[k - 1]);
         for (size_t height = 0; height < slots.size(); ++height) {
             auto& mine = tiles_of_height;
             mine.clear();
-            lengths.clear();
+            items.clear();
             for (const Tile& tile : tiles)
                 if (tile.height == static_cast<int32_t>(height)) {
                     mine.push_back(&tile);
-                    lengths.resize(lengths.size() + heads, tile.end - tile.begin);
+                    items.resize(items.size() + heads, Walked{tile.begin, tile.end});
                 }
             if (mine.empty()) continue;
             Class one{parameters.heights[height], slots[height], {}, {}, {}};
@@ -506,7 +510,7 @@ class Planner {
                 one.tile_rows.insert(one.tile_rows.end(), rows, rows + tile->num_rows);
                 one.tile_rows.resize(one.tile_rows.size() + one.slots - tile->num_rows, -1);
             }
-            cut(lengths, parameters.workers[height], parameters.min_chunk, parameters.work_cost, shares,
+            cut(items, turns, parameters.workers[height], parameters.min_chunk, parameters.work_cost, shares,
                 one.work_indptr);
             one.works.reserve(shares.size());
             for (const Piece& share : shares) {
@@ -515,7 +519,7 @@ class Planner {
                 Work work{number, static_cast<int32_t>(share.item % heads), static_cast<int32_t>(tile.begin + share.begin),
                           static_cast<int32_t>(tile.begin + share.end), -1};
                 Cut made{&tile, work.head, -1, -1};
-                if (share.begin == 0 && share.end == lengths[share.item]) {
+                if (share.begin == 0 && share.end == items[share.item].end - items[share.item].begin) {
                     each_slot(made, [&](int64_t key, int64_t) { count[key] = -1; });
                 } else {
                     work.part = made.part = static_cast<int32_t>(out.num_parts);

@@ -62,7 +62,7 @@ struct Parameters {
     std::vector<int64_t> heights, workers;
     int64_t boxes;
     int64_t window;  // 0: none
-    int64_t min_chunk, work_cost;
+    int64_t min_chunk, work_cost, run_cost;
     double wide_cost;
 };
 
@@ -100,11 +100,15 @@ Plan plan(const Batch& batch, const Parameters& parameters, const Reserve& reser
 bool find_spans(const int32_t* extent_indptr, int64_t sequences, const Extent* extents, int64_t page_size,
                 int64_t num_pages, Spans& found);
 
-// As planner_twin.cut: items of so many KV tiles each, cut in order into shares for the workers.
+// As planner_twin.cut: items (stretches of KV tiles), cut in order into shares for the workers. turns[k] is what the
+// changes of run up to KV tile k cost; a piece begins and ends relative to its item.
+struct Walked {
+    int64_t begin, end;
+};
 struct Piece {
     int32_t item, begin, end;
 };
-void cut(const std::vector<int64_t>& lengths, int64_t workers, int64_t min_chunk, int64_t work_cost,
+void cut(const std::vector<Walked>& items, const std::vector<int64_t>& turns, int64_t workers, int64_t min_chunk, int64_t work_cost,
          std::vector<Piece>& pieces, Ints& indptr);
 
 }  // namespace dagengine::planner
