@@ -299,10 +299,15 @@ def _block(head_dim: int) -> int:
 
 
 def _stages(height: int, block_m: int, block_d: int, tile_tokens: int, q: Tensor) -> int:
-    """Stages that fit into shared memory beside q and the weights of a tile."""
+    """Stages that fit into shared memory beside q and the weights of a tile.
+
+    float32 has none to spare: its operands are split in shared memory.
+    """
     wanted = LAUNCHES[height].num_stages
     if not q.is_cuda:
         return wanted
+    if q.dtype == torch.float32:
+        return 1
     room = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin - 1024
     room -= block_m * (block_d + tile_tokens) * q.element_size()
     return max(1, min(wanted, room // (2 * tile_tokens * block_d * q.element_size())))
