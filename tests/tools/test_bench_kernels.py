@@ -466,7 +466,8 @@ def test_sources_alone_register_the_backends(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_measures_a_cpu(tmp_path: Path) -> None:
-    command = [str(ROOT / "tools/bench/kernels"), "--device", "cpu", "--quick", "--budget", "45"]
+    command = [str(ROOT / "tools/bench/kernels"), "--device", "cpu", "--quick", "--budget", "120"]
+    command += ["--cases", "decode 1x4096"]
     env = {**os.environ, "DAGENGINE_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--out", str(tmp_path)], capture_output=True, text=True, env=env, cwd=ROOT
@@ -479,6 +480,18 @@ def test_the_command_measures_a_cpu(tmp_path: Path) -> None:
     assert str(ROOT) not in (tmp_path / "kernels-cpu.md").read_text(encoding="utf-8")
     assert where.command.startswith("tools/bench/kernels --device cpu")
     assert not (tmp_path / "kernels-cpu.journal").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_case_that_does_not_exist_is_refused(tmp_path: Path, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU; the CPU's is the twin")
+    command = [str(ROOT / "tools/bench/kernels"), "--device", device, "--cases", "decode 2x2"]
+    env = {**os.environ, "DAGENGINE_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, env=env)
+    assert done.returncode == 2
+    assert "no case is called decode 2x2" in done.stderr or "no case or group" in done.stderr
 
 
 @pytest.mark.gpu

@@ -46,7 +46,11 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="tools/bench/kernels", description=__doc__)
     p.add_argument("--out", type=Path, default=FOLDER, help="folder of the results (docs/benchmarks)")
     p.add_argument("--name", help="their file name without ending (kernels, or kernels-cpu)")
-    p.add_argument("--cases", default="", help="groups or names of cases, separated by commas (all)")
+    p.add_argument(
+        "--cases",
+        default="",
+        help="groups or names of cases, separated by commas (all); on the CPU names, checks or data",
+    )
     p.add_argument("--implementations", default=",".join(IMPLEMENTATIONS), help="of `fused`, on the GPU")
     p.add_argument("--quick", action="store_true", help="fewer repeats and fewer checks")
     p.add_argument("--every-check", action="store_true", help="checks in all combinations of configurations")
@@ -125,8 +129,7 @@ def on_gpu(options: argparse.Namespace, journal: Journal, stop: float) -> int:
     try:
         cases = matrix([name for name in wanted if name != "data"] if wanted else ())
     except ValueError as error:
-        journal.note(str(error))
-        return 0
+        return refuse(journal, error)
     if wanted and not set(wanted) - {"data", "checks"}:
         cases = []
     names = _listed(options.implementations)
@@ -149,12 +152,22 @@ def on_cpu(options: argparse.Namespace, journal: Journal, stop: float) -> int:
     from bench.kernels_planner import time_planner
 
     wanted = _listed(options.cases)
-    if options.worker == 1 and "planner" not in journal.ended():
+    try:
+        cases = kernels_cpu.chosen(wanted)
+    except ValueError as error:
+        return refuse(journal, error)
+    if options.worker == 1 and (not wanted or "data" in wanted) and "planner" not in journal.ended():
         with journal.step("planner"):
             time_planner(journal)
-    kernels_cpu.run(
-        journal, options.worker, stop, quick=options.quick, check=not wanted or "checks" in wanted
-    )
+    check = not wanted or "checks" in wanted
+    kernels_cpu.run(journal, cases, options.worker, stop, quick=options.quick, check=check)
+    return 0
+
+
+def refuse(journal: Journal, error: ValueError) -> int:
+    """Say what is wrong with the arguments; the report ends with status 2."""
+    if not journal.values("refused"):
+        journal.add(refused=str(error))
     return 0
 
 
@@ -163,6 +176,10 @@ def report(options: argparse.Namespace, journal: Journal) -> int:
     from bench import kernels_bars, kernels_record, kernels_report
     from bench.kernels_machine import hardware
 
+    for message in journal.values("refused"):
+        print(message, file=sys.stderr)
+        journal.file.unlink()
+        return 2
     command = [a for a in sys.argv[1:] if a != "--report-only"]
     command = command[: command.index("--worker")] if "--worker" in command else command
     shown, extra = hardware(options.device)

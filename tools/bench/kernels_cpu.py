@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -93,13 +93,32 @@ def make(name: str) -> AttentionBackend:
     return get_backend("fused", implementation="cpu") if name == "fused" else get_backend(name)
 
 
-def run(journal: Journal, threads: int, stop: float, *, quick: bool, check: bool) -> None:
-    """All cases in both dtypes with the threads that this process has, until the time is up."""
+def chosen(wanted: Sequence[str]) -> tuple[CpuCase, ...]:
+    """The cases that are named (all by default). Raises: ValueError for a name that is none, nor checks or data."""
+    names = [case.name for case in CASES]
+    unknown = [name for name in wanted if name not in (*names, "checks", "data")]
+    if unknown:
+        raise ValueError(
+            f"no case is called {', '.join(unknown)}; there are: {', '.join(names)}, checks, data"
+        )
+    return tuple(case for case in CASES if not wanted or case.name in wanted)
+
+
+def run(
+    journal: Journal,
+    cases: Sequence[CpuCase],
+    threads: int,
+    stop: float,
+    *,
+    quick: bool,
+    check: bool,
+) -> None:
+    """The cases in both dtypes with the threads that this process has, until the time is up."""
     torch.set_num_threads(threads)
     names = available(journal)
     if check and threads == 1 and "fused" in names:
         check_fused(journal, quick=quick)
-    for case in CASES:
+    for case in cases:
         for dtype in DTYPES:
             name = cpu_case(case.name, dtype, threads)
             if name in journal.ended():
