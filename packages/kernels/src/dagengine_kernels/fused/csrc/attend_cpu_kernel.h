@@ -71,15 +71,16 @@ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t rounded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Keys that are scored together, and where K and V of each lie.
+// Keys that are scored together, where they lie, and where they were stored: pieces of consecutive positions.
 template <class T>
 struct Block {
-    int count;
+    int count, pieces;
     int32_t first, last;  // smallest and largest stored position
     bool in_order;        // positions are first, first + 1, ..
+    int64_t to_value;     // elements from a row of K to that of V
     const T* k[KB];
-    const T* v[KB];
-    alignas(64) int32_t position[KB];
+    int begin[KB + 1];  // of each piece
+    int32_t position[KB];
 };
 
 struct Scratch {
@@ -93,7 +94,6 @@ struct Scratch {
     float* staged;     // [KB, Dp] rows whose length no vector divides
     int32_t* row;      // [rows] which row of the tile
     int64_t* limit;    // [rows] largest stored position that the row sees
-    int64_t* slot_at;  // [slots] p - delta
 };
 
 struct Layout {
@@ -124,7 +124,6 @@ struct Layout {
         take(s.staged, 2 * KB * d);
         take(s.row, r);
         take(s.limit, r);
-        take(s.slot_at, r);
         bytes = at;
     }
 };
@@ -182,7 +181,9 @@ void dot_rows(const float* q, const Block<T>& b, int count, int padded, float* s
         for (int i = 0; i < count; i += K) {
             for (int j = i; j < i + K; j++)
                 for (int line = 0; line < lines; line++)
-                    __builtin_prefetch(reinterpret_cast<const char*>(b.v[j]) + line * CACHE_LINE, 0, INTO_L2);
+                    __builtin_prefetch(
+                        reinterpret_cast<const char*>(b.k[j] + b.to_value) + line * CACHE_LINE, 0, INTO_L2
+                    );
             dot_tile<T, R, K>(q, b.k + i, padded, scores + i);
         }
     }
@@ -221,10 +222,11 @@ void score_rows(const float* q, int padded, int dim, const float* keys, int coun
     for (; i < count; i += W) score_tile<R, 1>(q, padded, dim, keys + i, scores + i);
 }
 
-// out[r] = out[r] * keep[r] + weights[r] . values, for N vectors of the head dimension.
+// out[r] = out[r] * keep[r] + weights[r] . values, for N vectors of the head dimension; value i is at rows[i] + shift.
 template <class T, int R, int N>
 inline void value_tile(
-    const float* weights, const T* const* v, const Ahead& ahead, int count, int d, float* const* out, const float* keep
+    const float* weights, const T* const* rows, int64_t shift, const Ahead& ahead, int count, int d, float* const* out,
+    const float* keep
 ) {
     F acc[R][N];
 #pragma GCC unroll 8
@@ -237,7 +239,7 @@ inline void value_tile(
         fetch(ahead, i);
         F row[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++) row[n] = load(v[i], d, n);
+        for (int n = 0; n < N; n++) row[n] = load(rows[i] + shift, d, n);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             F weight = Simd::set(weights[r * KB + i]);
@@ -253,15 +255,16 @@ inline void value_tile(
 
 template <class T, int R>
 void value_rows(
-    const float* weights, const T* const* v, Ahead ahead, int count, int padded, float* const* out, const float* keep
+    const float* weights, const T* const* rows, int64_t shift, Ahead ahead, int count, int padded, float* const* out,
+    const float* keep
 ) {
     constexpr int N = Simd::vectors;
     int d = 0;
     for (; d + N * W <= padded; d += N * W, ahead.lines = 0)
-        value_tile<T, R, N>(weights, v, ahead, count, d, out, keep);
+        value_tile<T, R, N>(weights, rows, shift, ahead, count, d, out, keep);
     constexpr int LAST = PACE<T>;
     for (; d < padded; d += LAST * W, ahead.lines = 0)
-        value_tile<T, R, LAST>(weights, v, ahead, count, d, out, keep);
+        value_tile<T, R, LAST>(weights, rows, shift, ahead, count, d, out, keep);
 }
 
 // s -> c * log2(e) * tanh(s), where queries were scaled by scale / c.
@@ -297,8 +300,9 @@ public:
         for (int64_t i = 0; i < int64_t(rows) * padded; i++) s.out[i] = 0.0f;
         for (int64_t i = 0; i < int64_t(rows) * W; i++) s.sum[i] = 0.0f;
         for (int i = 0; i < rows; i++) s.top[i] = LOWEST;
-        Block<T> block;
-        clear(block);
+        Block<T> blocks[2];
+        Block<T>*filling = blocks, *full = nullptr;  // a block waits until the next is known, which it fetches
+        clear(*filling);
         int32_t run = -1;
         int64_t stop = int64_t(end) * c.boxes;
         for (int64_t e = int64_t(begin) * c.boxes; e < stop; e++) {
@@ -310,7 +314,7 @@ public:
                 bool same = run >= 0 && same_view(run, entry[3]);
                 run = entry[3];
                 if (!same) {
-                    finish(block, e, stop, lo);
+                    flush(full, *filling, e, stop);
                     see<T>(run);
                 }
             }
@@ -318,11 +322,15 @@ public:
             hi = int(smaller(hi, widest - position + 1));
             if (c.window) lo = int(larger(lo, narrowest - c.window + 1 - position));
             while (lo < hi) {
-                lo = add(block, page, lo, hi, position);
-                if (block.count == KB) finish(block, e, stop, lo);
+                lo = add(*filling, page, lo, hi, position);
+                if (filling->count < KB) break;
+                if (full) finish(*full, filling->k);
+                full = filling;
+                filling = blocks + (filling == blocks);
+                clear(*filling);
             }
         }
-        finish(block, stop, stop, 0);
+        flush(full, *filling, stop, stop);
         write<T>();
     }
 
@@ -339,7 +347,7 @@ private:
 
     template <class T>
     static void clear(Block<T>& b) {
-        b.count = 0;
+        b.count = b.pieces = 0;
         b.in_order = true;
     }
 
@@ -402,9 +410,10 @@ private:
         a = first;
     }
 
+    // A row of K.
     template <class T>
-    const T* row_of(int32_t page, int which, int row) const {
-        int64_t at = ((int64_t(page) * 2 + which) * c.num_kv_heads + head) * c.page_size + row;
+    const T* row_of(int32_t page, int row) const {
+        int64_t at = (int64_t(page) * 2 * c.num_kv_heads + head) * c.page_size + row;
         return static_cast<const T*>(c.kv) + at * c.head_dim;
     }
 
@@ -412,86 +421,84 @@ private:
     template <class T>
     int add(Block<T>& b, int32_t page, int lo, int hi, int32_t position) const {
         int n = int(smaller(hi - lo, KB - b.count));
-        const T* k = row_of<T>(page, 0, lo);
-        const T* v = row_of<T>(page, 1, lo);
-        int32_t first = position + lo;
-        for (int i = 0; i < n; i++) {
-            b.k[b.count + i] = k + int64_t(i) * c.head_dim;
-            b.v[b.count + i] = v + int64_t(i) * c.head_dim;
-            b.position[b.count + i] = first + i;
-        }
+        const T* k = row_of<T>(page, lo);
+        for (int i = 0; i < n; i++) b.k[b.count + i] = k + int64_t(i) * c.head_dim;
+        int32_t first = position + lo, last = first + n - 1;
         if (b.count == 0) {
             b.first = first;
-            b.last = first + n - 1;
+            b.last = last;
         } else {
             b.in_order = b.in_order && first == b.last + 1;
             b.first = first < b.first ? first : b.first;
-            b.last = first + n - 1 > b.last ? first + n - 1 : b.last;
+            b.last = last > b.last ? last : b.last;
         }
+        b.begin[b.pieces] = b.count;
+        b.position[b.pieces++] = first;
         b.count += n;
         return lo + n;
     }
 
-    // Score a block; `e` and `lo` say where the walk goes on, for prefetching.
+    // Score what was collected; `e` is the entry that the walk goes on with.
     template <class T>
-    void finish(Block<T>& b, int64_t e, int64_t stop, int lo) {
-        if (!b.count) return;
-        int valid = b.count;
-        while (b.count % W || b.count % 16) {  // repeated, their scores are overwritten
-            b.k[b.count] = b.k[valid - 1];
-            b.v[b.count] = b.v[valid - 1];
-            b.position[b.count] = INT32_MAX;
-            b.count++;
+    void flush(Block<T>*& full, Block<T>& filling, int64_t e, int64_t stop) {
+        const T* next[KB];
+        if (full || filling.count) look_ahead(e, stop, next);
+        if (full) {
+            if (filling.count)
+                for (int i = filling.count; i < KB; i++) filling.k[i] = next[i - filling.count];
+            finish(*full, filling.count ? filling.k : next);
+            full = nullptr;
         }
-        b.count = valid;
+        if (filling.count) finish(filling, next);
+        clear(filling);
+    }
+
+    // Score a block; the rows of K at `next`, and V of those, are fetched meanwhile.
+    template <class T>
+    void finish(Block<T>& b, const T* const* next) {
+        b.begin[b.pieces] = b.count;
+        b.to_value = int64_t(c.num_kv_heads) * c.page_size * c.head_dim;
+        for (int i = b.count; i % 16; i++) b.k[i] = b.k[b.count - 1];  // for whole vectors; not scored
         if (padded != c.head_dim) {
             Block<float> staged;
             stage(b, staged);
             score<float>(staged, {nullptr, 0, 0, 0});
         } else {
-            const char* rows[KB];
-            look_ahead(e, stop, lo, rows, b.k[valid - 1]);
-            int64_t to_values = int64_t(c.num_kv_heads) * c.page_size * c.head_dim * sizeof(T);
-            score(b, {rows, to_values, 0, int((padded * sizeof(T) + CACHE_LINE - 1) / CACHE_LINE)});
+            int lines = int((padded * sizeof(T) + CACHE_LINE - 1) / CACHE_LINE);
+            score(b, {reinterpret_cast<const char* const*>(next), b.to_value * int64_t(sizeof(T)), 0, lines});
         }
-        clear(b);
     }
 
     template <class T>
-    void look_ahead(int64_t e, int64_t stop, int lo, const char** ahead, const T* otherwise) const {
+    void look_ahead(int64_t e, int64_t stop, const T** next) const {
+        const T* row = static_cast<const T*>(c.kv);
         int n = 0;
         for (; e < stop && n < KB; e++) {
             const int32_t* entry = c.entries + e * 4;
-            int hi = int(uint32_t(entry[1]) >> 16);
-            if (lo < 0) lo = entry[1] & 0xffff;
-            if (entry[0] >= 0) {
-                const T* k = row_of<T>(entry[0], 0, 0);
-                for (; lo < hi && n < KB; lo++)
-                    ahead[n++] = reinterpret_cast<const char*>(k + int64_t(lo) * c.head_dim);
-            }
-            lo = -1;
+            int lo = entry[1] & 0xffff, hi = int(uint32_t(entry[1]) >> 16);
+            if (entry[0] < 0) continue;
+            for (; lo < hi && n < KB; lo++) next[n++] = row = row_of<T>(entry[0], lo);
         }
-        for (; n < KB; n++) ahead[n] = reinterpret_cast<const char*>(otherwise);
+        for (; n < KB; n++) next[n] = row;
     }
 
     template <class T>
-    void stage(const Block<T>& b, Block<float>& to) {
+    void stage(const Block<T>& b, Block<float>& to) const {
         to.count = b.count;
+        to.pieces = b.pieces;
         to.first = b.first;
         to.last = b.last;
         to.in_order = b.in_order;
+        to.to_value = padded;
+        for (int i = 0; i <= b.pieces; i++) to.begin[i] = b.begin[i];
+        for (int i = 0; i < b.pieces; i++) to.position[i] = b.position[i];
         for (int i = 0; i < KB; i++) {
             float* k = s.staged + int64_t(i) * 2 * padded;
             to.k[i] = k;
-            to.v[i] = k + padded;
-            to.position[i] = i < b.count ? b.position[i] : INT32_MAX;
-            if (i >= b.count) {
-                for (int d = 0; d < 2 * padded; d++) k[d] = 0.0f;
-                continue;
-            }
             for (int d = 0; d < padded; d++) {
-                k[d] = d < c.head_dim ? value(b.k[i][d]) : 0.0f;
-                k[padded + d] = d < c.head_dim ? value(b.v[i][d]) : 0.0f;
+                bool real = i < b.count && d < c.head_dim;
+                k[d] = real ? value(b.k[i][d]) : 0.0f;
+                k[padded + d] = real ? value(b.k[i][b.to_value + d]) : 0.0f;
             }
         }
     }
@@ -500,7 +507,7 @@ private:
     void score(const Block<T>& b, Ahead ahead) {
         if (visible <= STRIP) {
             ahead.second = 0;
-            strip(b, b.v, ahead, 0, visible, false);
+            strip(b, b.k, b.to_value, ahead, 0, visible, false);
             return;
         }
         for (int i = 0; i < b.count; i += W)
@@ -517,14 +524,17 @@ private:
                 }
         const float* wide[KB];
         const float* const* values = wide;
+        int64_t shift = 0;
         if constexpr (std::is_same_v<T, float>) {
-            values = b.v;
+            values = b.k;
+            shift = b.to_value;
         } else {
             for (int i = 0; i < b.count; i++) {
                 float* row = s.values + int64_t(i) * padded;
                 for (int d = 0; d < padded; d += PACE<T> * W)
 #pragma GCC unroll 2
-                    for (int n = 0; n < PACE<T>; n++) Simd::store(row + d + n * W, load(b.v[i], d, n));
+                    for (int n = 0; n < PACE<T>; n++)
+                        Simd::store(row + d + n * W, load(b.k[i] + b.to_value, d, n));
                 wide[i] = row;
             }
         }
@@ -532,25 +542,29 @@ private:
         int each = (total + strips - 1) / strips;
         for (int r = 0; r < visible; r += STRIP, ahead.first += each) {
             ahead.lines = int(smaller(each, larger(total - ahead.first, 0)));
-            strip<T, float>(b, values, ahead, r, int(smaller(STRIP, visible - r)), true);
+            strip<T, float>(b, values, shift, ahead, r, int(smaller(STRIP, visible - r)), true);
         }
     }
 
     template <class T, class V>
-    void strip(const Block<T>& b, const V* const* v, const Ahead& ahead, int r, int n, bool transposed) {
+    void strip(
+        const Block<T>& b, const V* const* v, int64_t shift, const Ahead& ahead, int r, int n, bool transposed
+    ) {
         switch (n) {
-            case 1: return strip_of<T, V, 1>(b, v, ahead, r, transposed);
-            case 2: return strip_of<T, V, 2>(b, v, ahead, r, transposed);
-            case 3: return strip_of<T, V, 3>(b, v, ahead, r, transposed);
-            case 4: return strip_of<T, V, 4>(b, v, ahead, r, transposed);
-            case 5: return strip_of<T, V, 5>(b, v, ahead, r, transposed);
-            default: return strip_of<T, V, 6>(b, v, ahead, r, transposed);
+            case 1: return strip_of<T, V, 1>(b, v, shift, ahead, r, transposed);
+            case 2: return strip_of<T, V, 2>(b, v, shift, ahead, r, transposed);
+            case 3: return strip_of<T, V, 3>(b, v, shift, ahead, r, transposed);
+            case 4: return strip_of<T, V, 4>(b, v, shift, ahead, r, transposed);
+            case 5: return strip_of<T, V, 5>(b, v, shift, ahead, r, transposed);
+            default: return strip_of<T, V, 6>(b, v, shift, ahead, r, transposed);
         }
     }
 
     // Rows r..r+R-1 of those that see the run, against one block: scores, masks, online softmax, values.
     template <class T, class V, int R>
-    void strip_of(const Block<T>& b, const V* const* v, const Ahead& ahead, int r, bool transposed) {
+    void strip_of(
+        const Block<T>& b, const V* const* v, int64_t shift, const Ahead& ahead, int r, bool transposed
+    ) {
         int64_t low = s.limit[r], high = s.limit[r];
         for (int i = 1; i < R; i++) {
             low = smaller(low, s.limit[r + i]);
@@ -570,26 +584,28 @@ private:
         float keep[R];
         for (int i = 0; i < R; i++) {
             float* scores = s.scores + i * KB;
-            for (int k = count; k % W; k++) scores[k] = -__builtin_inff();
             if (c.softcap > 0) {
                 F cap = Simd::set(c.softcap * LOG2E);
                 for (int k = 0; k < count; k += W) Simd::store(scores + k, capped(load(scores + k), cap));
-                for (int k = count; k % W; k++) scores[k] = -__builtin_inff();
             }
+            for (int k = count; k % W; k++) scores[k] = -__builtin_inff();
             if (masked) mask(b, count, s.limit[r + i], scores);
             int row = s.row[r + i];
             keep[i] = soften(scores, count, s.top + row, s.sum + int64_t(row) * W);
             out[i] = s.out + int64_t(row) * padded;
         }
-        value_rows<V, R>(s.scores, v, ahead, count, padded, out, keep);
+        value_rows<V, R>(s.scores, v, shift, ahead, count, padded, out, keep);
     }
 
     template <class T>
     void mask(const Block<T>& b, int count, int64_t limit, float* scores) const {
-        int32_t to = int32_t(smaller(limit, INT32_MAX - 1));
-        int32_t after = c.window ? int32_t(larger(limit - c.window, -1)) : -1;
-        for (int k = 0; k < count; k++)
-            if (b.position[k] > to || b.position[k] <= after) scores[k] = -__builtin_inff();
+        for (int i = 0; i < b.pieces; i++) {
+            int64_t begin = b.begin[i], end = smaller(b.begin[i + 1], count), offset = begin - b.position[i];
+            int64_t from = c.window ? smaller(larger(limit - c.window + 1 + offset, begin), end) : begin;
+            int64_t to = larger(smaller(limit + 1 + offset, end), from);
+            for (int64_t k = begin; k < from; k++) scores[k] = -__builtin_inff();
+            for (int64_t k = to; k < end; k++) scores[k] = -__builtin_inff();
+        }
     }
 
     // Scores -> weights relative to the new maximum; returns the factor on what was summed before.
