@@ -6,13 +6,14 @@ Knows tensors on one CUDA device; dagengine_kernels/append.py says what is compu
 from __future__ import annotations
 
 import ctypes
+import weakref
 
 import torch
 from torch import Tensor
 
 from dagengine_kernels.fused.cuda.driver import Kernel, Variant, kernel
-from dagengine_kernels.fused.cuda.vectors import HeadLayout, alignment, device_table, head_layout
-from dagengine_kernels.rotary import RotaryTable
+from dagengine_kernels.fused.cuda.vectors import HeadLayout, alignment, head_layout
+from dagengine_kernels.rotary import RotaryTable, exact_rows
 
 WARPS = 8
 """Per block."""
@@ -22,6 +23,9 @@ ENOUGH_WARPS = 132 * 64
 
 BATCH = 2
 """Heads that a thread has under way."""
+
+FINE = 256
+"""Rows of the fine table of angles: position p is turned by rows p % FINE and FINE + p // FINE of one table."""
 
 MANY_TOKENS = 4096
 """From this many on, what is written would not stay in L2 until it is read."""
@@ -75,7 +79,7 @@ class Appender:
             page_size=page_size,
         )
         if rotary is not None:
-            self._table = device_table(rotary, slots.device)
+            self._table = two_tables(rotary, slots.device)
             self._params.table = self._table.data_ptr()
 
     def layout(self, k: Tensor, v: Tensor, kv_layer: Tensor, q: Tensor | None) -> HeadLayout | None:
@@ -142,13 +146,32 @@ class Appender:
         return out
 
 
+_tables: weakref.WeakKeyDictionary[RotaryTable, dict[torch.device, Tensor]] = weakref.WeakKeyDictionary()
+
+
+def two_tables(rotary: RotaryTable, device: torch.device) -> Tensor:
+    """float32 [FINE + length / FINE rounded up, rotary_dim / 2, 2], cos and sin built in float64; made once.
+
+    Rows FINE, FINE + 1, .. are those of the positions 0, FINE, .. and contain `attention_scaling`; the first FINE are
+    those of 0, 1, .. and do not.
+    """
+    held = _tables.setdefault(rotary, {})
+    if device not in held:
+        fine = exact_rows(rotary, torch.arange(FINE), scaled=False)
+        coarse = exact_rows(rotary, torch.arange(0, rotary.length, FINE), scaled=True)
+        cos, sin = (torch.cat(pair) for pair in zip(fine, coarse, strict=True))
+        held[device] = torch.stack((cos, sin), -1).to(device, torch.float32)
+    return held[device]
+
+
 def _sharing(blocks: int, heads: int) -> int:
     """Among how many warps the heads of a token are shared out."""
     return max(1, min(-(-heads // BATCH), -(-ENOUGH_WARPS // (blocks * WARPS))))
 
 
 def _choices(k_norm: bool, q_norm: bool, many: bool) -> dict[str, int]:
-    return {"NORM_K": int(k_norm), "NORM_Q": int(q_norm), "BATCH": BATCH, "STREAMING": int(many)}
+    norms = {"NORM_K": int(k_norm), "NORM_Q": int(q_norm)}
+    return {**norms, "BATCH": BATCH, "STREAMING": int(many), "FINE": FINE}
 
 
 def variants() -> tuple[Variant, ...]:

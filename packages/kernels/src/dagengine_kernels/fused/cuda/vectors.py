@@ -5,7 +5,6 @@ Knows dtypes, head dimensions, pairings and alignments; not tensors' meaning.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 
 import torch
@@ -84,14 +83,3 @@ def alignment(*places: Tensor | int) -> int:
             for stride in place.stride()[:-1]:
                 bits |= stride * size
     return bits & -bits
-
-
-_tables: weakref.WeakKeyDictionary[RotaryTable, dict[torch.device, Tensor]] = weakref.WeakKeyDictionary()
-
-
-def device_table(rotary: RotaryTable, device: torch.device) -> Tensor:
-    """float32 [length, rotary_dim / 2, 2] on `device`: cos and sin of every pair; made once per table and device."""
-    held = _tables.setdefault(rotary, {})
-    if device not in held:
-        held[device] = torch.stack((rotary.cos, rotary.sin), -1).to(device).contiguous()
-    return held[device]

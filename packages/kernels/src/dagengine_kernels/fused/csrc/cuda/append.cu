@@ -2,7 +2,8 @@
 //
 // LANES threads take a token and some of its heads, one after another; a warp takes the same heads of several tokens, so
 // that it writes neighbouring rows of a page. The rows of blocks after those of the kv heads norm q. Configured by
-// rotary.cuh, NORM_K, NORM_Q (0 or 1), BATCH (heads under way) and STREAMING (stores pass by L2).
+// rotary.cuh, NORM_K, NORM_Q (0 or 1), BATCH (heads under way), STREAMING (stores pass by L2) and FINE (rows of the fine
+// table).
 #include "rotary.cuh"
 
 struct Params {
@@ -10,8 +11,8 @@ struct Params {
     const void* v;             // [T, Hkv, D]
     void* pages;               // [pages, 2, Hkv, page_size, D]
     const i64* slots;          // [T], below 2^32
-    const i64* positions;      // [T]; not read without rotation
-    const float* table;        // [length, ROTARY_DIM / 2, 2]
+    const i64* positions;      // [T], below 2^31; not read without rotation
+    const float* table;        // [FINE + length / FINE rounded up, ROTARY_DIM / 2, 2]: 0, 1, .. and 0, FINE, ..
     const float* k_weight;     // [D]
     const void* q;             // [T, Hq, D]
     void* q_out;               // [T, Hq, D], contiguous
@@ -125,9 +126,18 @@ __device__ void append_kv(const Params& p, int token, bool active, int share, in
     const u32 slot = active ? static_cast<u32>(p.slots[token]) : 0;
     Angles angles[ROUNDS];
     if constexpr (ROTARY_DIM > 0) {
-        const float* table = p.table + (active ? p.positions[token] : 0) * ROTARY_DIM;
+        // Two short tables stay in the caches where one row per position would be read from memory.
+        const u32 position = active ? static_cast<u32>(p.positions[token]) : 0;
+        const float* fine = p.table + position % FINE * ROTARY_DIM;
+        const float* coarse = p.table + (FINE + position / FINE) * static_cast<i64>(ROTARY_DIM);
 #pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) angles[r].load(table, Unit(lane + r * LANES));
+        for (int r = 0; r < ROUNDS; ++r) {
+            const Unit unit(lane + r * LANES);
+            Angles rest;
+            angles[r].load(coarse, unit);
+            rest.load(fine, unit);
+            angles[r].add(rest);
+        }
     }
     Norm norm;
     if constexpr (NORM_K) norm.load(p.k_weight, lane);

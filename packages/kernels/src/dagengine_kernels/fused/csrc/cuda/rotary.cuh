@@ -51,6 +51,19 @@ struct Angles {
         }
     }
 
+    // The angles of both together.
+    __device__ void add(const Angles& other) {
+        if constexpr (ROTARY_DIM > 0) {
+            if (!turns_first && !turns_second) return;
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) {
+                const float c = cos[i], s = sin[i];
+                cos[i] = c * other.cos[i] - s * other.sin[i];
+                sin[i] = s * other.cos[i] + c * other.sin[i];
+            }
+        }
+    }
+
     __device__ void turn(float (&first)[VEC], float (&second)[VEC]) const {
         if constexpr (HALF_PAIRS) {
             if (!turns_first) return;
