@@ -348,10 +348,22 @@ def test_sharing_does_not_depend_on_the_order_of_contexts():
     assert own.tokens_unique == same.tokens_unique == 32 * 2857 + 32 * 256
 
 
+@pytest.mark.parametrize("run_cost", [0, 2])
 @pytest.mark.parametrize("name", GRAPH_CASES)
-def test_the_shares_of_the_graph_cases_are_even(name):
-    for makespan, mean in balance(plan_spans(graph_case(name), H200), H200):
+def test_the_shares_of_the_graph_cases_are_even(name, run_cost):
+    parameters = replace(H200, run_cost=run_cost)
+    for makespan, mean in balance(plan_spans(graph_case(name), parameters), parameters):
         assert makespan <= 1.05 * mean
+
+
+def test_a_share_with_many_runs_is_shorter():
+    documents = [pages(100 * i, 64) for i in range(64)]
+    table = batch([(pages(9000, 64 * 64), 0, 64 * 64), *((document, 0, 64) for document in documents)])
+    parameters = replace(H200, num_kv_heads=1, workers=(8, 8), work_cost=0, run_cost=3)
+    arrays = plan_spans(table, parameters)
+    works = arrays.classes[0].works
+    lengths = (works[:, 3] - works[:, 2]).tolist()
+    assert len(works) == 8 and lengths[0] == 40 and max(lengths[2:]) == 10
 
 
 @pytest.mark.parametrize("boxes", [1, 2])
@@ -579,6 +591,15 @@ def test_a_table_that_is_not_valid_is_refused_with_the_row_at_fault():
     with pytest.raises(KernelError) as refused:
         plan_table(segments, H200)
     assert refused.value.field == "extents[11].PAGE"
+
+
+def test_positions_that_a_plan_cannot_hold_are_refused():
+    segments = graph_case("judges").to_segments()
+    segments.extents[-1, 3] = 2**31 - 2
+    segments.validate()
+    with pytest.raises(KernelError) as refused:
+        plan_table(segments, H200)
+    assert refused.value.field.endswith(".STORED")
 
 
 def test_arrays_need_not_be_contiguous():

@@ -39,7 +39,9 @@ def plan_table(
     check_reserve(table.q_indptr, table.extent_indptr, reserve)
     native = _native()
     if native is None:
-        return planner_twin.plan_spans(to_spans(table), parameters, reserve)
+        spans = to_spans(table)
+        spans.validate()
+        return planner_twin.plan_spans(spans, parameters, reserve)
     arrays = (table.q_indptr, table.q_positions, table.extent_indptr, table.extents)
     sizes = (table.page_size, table.num_pages)
     return _call(native.plan_table, table, arrays, sizes, parameters, reserve)
@@ -120,6 +122,8 @@ def _call(
         made = function(*arrays, *sizes, given, pages)
     except (TypeError, ValueError):
         table.validate()
+        if isinstance(table, SegmentTable):
+            to_spans(table).validate()
         made = function(*map(np.ascontiguousarray, arrays), *sizes, given, pages)
     entries, runs, deltas, classes, merge_rows, merge_indptr, merge_parts, num_parts, tails, read, unique = (
         made
@@ -155,7 +159,14 @@ def balance(arrays: PlanArrays, parameters: PlanParameters) -> list[tuple[int, f
 
 def check_parameters(parameters: PlanParameters) -> None:
     """Raises KernelError (invalid_argument) for parameters that no plan can have."""
-    for name, least in (("group", 1), ("num_kv_heads", 1), ("boxes", 1), ("min_chunk", 1), ("work_cost", 0), ("run_cost", 0)):
+    for name, least in (
+        ("group", 1),
+        ("num_kv_heads", 1),
+        ("boxes", 1),
+        ("min_chunk", 1),
+        ("work_cost", 0),
+        ("run_cost", 0),
+    ):
         if getattr(parameters, name) < least:
             message = f"must be at least {least}, not {getattr(parameters, name)}"
             raise KernelError(INVALID_ARGUMENT, message, name)

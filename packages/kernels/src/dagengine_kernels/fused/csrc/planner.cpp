@@ -201,8 +201,8 @@ class Planner {
         uint64_t hash = 0;
         int64_t i = 0;
         for (; i + 1 < width; i += 2) {
-            const uint64_t pair = static_cast<uint32_t>(vector[i]) | uint64_t{static_cast<uint32_t>(vector[i + 1])} << 32;
-            hash = (hash ^ pair) * 0x9E3779B97F4A7C15u;
+            const uint64_t low = static_cast<uint32_t>(vector[i]), high = static_cast<uint32_t>(vector[i + 1]);
+            hash = (hash ^ (low | high << 32)) * 0x9E3779B97F4A7C15u;
             hash ^= hash >> 32;
         }
         if (i < width) hash = (hash ^ static_cast<uint32_t>(vector[i])) * 0x9E3779B97F4A7C15u;
@@ -516,7 +516,8 @@ class Planner {
             for (const Piece& share : shares) {
                 const auto number = static_cast<int32_t>(share.item / heads);
                 const Tile& tile = *mine[number];
-                Work work{number, static_cast<int32_t>(share.item % heads), static_cast<int32_t>(tile.begin + share.begin),
+                Work work{number, static_cast<int32_t>(share.item % heads),
+                          static_cast<int32_t>(tile.begin + share.begin),
                           static_cast<int32_t>(tile.begin + share.end), -1};
                 Cut made{&tile, work.head, -1, -1};
                 if (share.begin == 0 && share.end == items[share.item].end - items[share.item].begin) {

@@ -108,7 +108,7 @@ struct Walked {
 struct Piece {
     int32_t item, begin, end;
 };
-void cut(const std::vector<Walked>& items, const std::vector<int64_t>& turns, int64_t workers, int64_t min_chunk, int64_t work_cost,
-         std::vector<Piece>& pieces, Ints& indptr);
+void cut(const std::vector<Walked>& items, const std::vector<int64_t>& turns, int64_t workers, int64_t min_chunk,
+         int64_t work_cost, std::vector<Piece>& pieces, Ints& indptr);
 
 }  // namespace dagengine::planner

@@ -23,8 +23,8 @@ int64_t affordable(const int64_t* turn, int64_t begin, int64_t end, int64_t room
 // Shares of cost at most `bound`, each filled as far as it goes: calls take(item, begin, end) for each work and close()
 // behind each full share. False if the workers do not suffice.
 template <typename Take, typename Close>
-bool share_out(const std::vector<Walked>& items, const std::vector<int64_t>& turns, int64_t workers, int64_t min_chunk, int64_t work_cost,
-               int64_t bound, Take&& take, Close&& close) {
+bool share_out(const std::vector<Walked>& items, const std::vector<int64_t>& turns, int64_t workers,
+               int64_t min_chunk, int64_t work_cost, int64_t bound, Take&& take, Close&& close) {
     int64_t room = bound;
     for (size_t item = 0; item < items.size(); ++item) {
         const int64_t length = items[item].end - items[item].begin;
@@ -60,8 +60,8 @@ bool share_out(const std::vector<Walked>& items, const std::vector<int64_t>& tur
 
 }  // namespace
 
-void cut(const std::vector<Walked>& items, const std::vector<int64_t>& turns, int64_t workers, int64_t min_chunk, int64_t work_cost,
-         std::vector<Piece>& pieces, Ints& indptr) {
+void cut(const std::vector<Walked>& items, const std::vector<int64_t>& turns, int64_t workers, int64_t min_chunk,
+         int64_t work_cost, std::vector<Piece>& pieces, Ints& indptr) {
     int64_t total = work_cost * static_cast<int64_t>(items.size());
     for (const Walked& item : items) total += item.end - item.begin + turns[item.end - 1] - turns[item.begin];
     int64_t low = std::max<int64_t>((total + workers - 1) / workers, 1), high = low, step = 1;
