@@ -34,7 +34,7 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             return []
         needed = ["pybind11>=3.0,<4"]
         if find("cmake") is None:
-            needed.append("cmake>=3.18,<5")
+            needed.append("cmake>=3.19,<5")
         if find("ninja") is None and find("make") is None:
             needed.append("ninja>=1.11")
         return needed
