@@ -29,7 +29,7 @@ VARIANTS = {
     "keys-interleaved": (16, 128, 64, "bfloat16", {"TURN_KEYS": True, "INTERLEAVED": True}),
     "float32": (16, 64, 16, "float32", {}),
 }
-MAY_SPILL = ("float32", "partial-interleaved")
+MAY_SPILL = ("128-rows", "float32", "partial-interleaved", "keys", "keys-interleaved")
 
 
 def compiled(kernel, types, constants, launch):
@@ -91,8 +91,7 @@ def compile_variant(name):
         **options,
     }
     if page_size == tile:
-        types["k_pages"] = f"tensordesc<{dtype}[{page_size}, {head_dim // 2}]>"
-        types["v_pages"] = f"tensordesc<{dtype}[{page_size}, {head_dim}]>"
+        types["pages"] = f"tensordesc<{dtype}[{page_size}, {head_dim}]>"
     if constants["HALF"] == 0:
         del types["cos"], types["sin"]
     launch = {"num_warps": LAUNCHES[height].num_warps, "num_stages": LAUNCHES[height].num_stages}

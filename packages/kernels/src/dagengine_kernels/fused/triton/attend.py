@@ -10,7 +10,6 @@
 
 Scores are in the exp2 domain: q is multiplied by scale * log2(e) when it is turned, so m, l and LSE are base 2.
 Products of float32 are made of three TF32 products each (errors of 1e-6).
-q and K are held in two halves of C = BLOCK_D / 2 elements: turning half a head at a time takes half the registers.
 """
 
 import triton
@@ -30,54 +29,46 @@ INVISIBLE = tl.constexpr(-(2**31))
 @triton.jit
 def load_tile(
     kv,
-    k_pages,
-    v_pages,
+    pages,
     entries,
     tile,
     head,
     KIND: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
-    C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
     BOXES: tl.constexpr,
     N: tl.constexpr,
 ):
-    """A KV tile: K's halves [N, C] each, V [N, 2 * C], stored positions [N].
+    """A KV tile: K and V [N, BLOCK_D], stored positions [N].
 
     Outside LO..HI V is 0, the stored position is NEVER, and K may be anything, NaN included.
     """
     n = tl.arange(0, N)
     entry = entries + tile * (BOXES * 4)
     inside = n < BOXES * PAGE
-    if k_pages is not None:
+    if pages is not None:
         row = (tl.load(entry) * (2 * HKV) + head) * PAGE
-        k_left = k_pages.load([row, 0])
-        k_right = k_pages.load([row, C])
-        v = v_pages.load([row + HKV * PAGE, 0])
+        k = pages.load([row, 0])
+        v = pages.load([row + HKV * PAGE, 0])
         stored = tl.load(entry + 2) + n
         if KIND == RAGGED:
             rows = tl.load(entry + 1)
             inside = (n >= (rows & 0xFFFF)) & (n < (rows >> 16))
     else:
-        d = tl.arange(0, C)
+        d = tl.arange(0, BLOCK_D)
         box = tl.minimum(n // PAGE, BOXES - 1) * 4
         row = n % PAGE
         # Of a null entry page 0 is read and nothing used.
         page = tl.maximum(tl.load(entry + box), 0).to(tl.int64)
         at = kv + ((page * (2 * HKV) + head) * PAGE + row)[:, None] * D + d[None, :]
-        if D < 2 * C:
-            k_left = tl.load(at, mask=(d < D)[None, :], other=0.0)
-            k_right = tl.load(at + C, mask=(d + C < D)[None, :], other=0.0)
+        if D < BLOCK_D:
+            k = tl.load(at, mask=(d < D)[None, :], other=0.0)
+            v = tl.load(at + HKV * PAGE * D, mask=(d < D)[None, :], other=0.0)
         else:
-            k_left = tl.load(at)
-            k_right = tl.load(at + C)
-        d = tl.arange(0, 2 * C)
-        at = kv + ((page * (2 * HKV) + HKV + head) * PAGE + row)[:, None] * D + d[None, :]
-        if D < 2 * C:
-            v = tl.load(at, mask=(d < D)[None, :], other=0.0)
-        else:
-            v = tl.load(at)
+            k = tl.load(at)
+            v = tl.load(at + HKV * PAGE * D)
         stored = tl.load(entry + box + 2) + row
         if KIND == RAGGED:
             rows = tl.load(entry + box + 1)
@@ -85,13 +76,12 @@ def load_tile(
     if KIND == RAGGED or BOXES * PAGE < N:
         v = tl.where(inside[:, None], v, 0.0)
         stored = tl.where(inside, stored, NEVER)
-    return k_left, k_right, v, stored
+    return k, v, stored
 
 
 @triton.jit
 def walk(
-    q_left,
-    q_right,
+    q,
     eff,
     delta,
     top,
@@ -100,8 +90,7 @@ def walk(
     begin,
     end,
     kv,
-    k_pages,
-    v_pages,
+    pages,
     entries,
     head,
     cos,
@@ -111,7 +100,7 @@ def walk(
     KIND: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
-    C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
     BOXES: tl.constexpr,
     N: tl.constexpr,
@@ -122,22 +111,18 @@ def walk(
     TURN_KEYS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """KV tiles begin..end-1, all of one kind, into the running top [M], total [M] and acc [M, 2 * C]."""
+    """KV tiles begin..end-1, all of one kind, into the running top [M], total [M] and acc [M, BLOCK_D]."""
     if TURN_KEYS and HALF > 0:
         move_cos, move_sin = load_move(cos, sin, delta, scaling, HALF)
     if UPCAST:
-        q_left, q_right = q_left.to(tl.float32), q_right.to(tl.float32)
+        q = q.to(tl.float32)
     for tile in tl.range(begin, end):
-        k_left, k_right, v, stored = load_tile(
-            kv, k_pages, v_pages, entries, tile, head, KIND, HKV, D, C, PAGE, BOXES, N
-        )
+        k, v, stored = load_tile(kv, pages, entries, tile, head, KIND, HKV, D, BLOCK_D, PAGE, BOXES, N)
         if TURN_KEYS and HALF > 0:
-            left, right = move_keys(k_left, k_right, move_cos, move_sin, N, HALF, INTERLEAVED)
-            k_left, k_right = left.to(v.dtype), right.to(v.dtype)
+            k = move_keys(k, move_cos, move_sin, N, HALF, INTERLEAVED).to(v.dtype)
         if UPCAST:
-            k_left, k_right, v = k_left.to(tl.float32), k_right.to(tl.float32), v.to(tl.float32)
-        scores = tl.dot(q_left, tl.trans(k_left), input_precision="tf32x3")
-        scores = tl.dot(q_right, tl.trans(k_right), scores, input_precision="tf32x3")
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2x) + 1); the scores come divided by the cap.
             scores = cap2 * (1.0 - 2.0 / (tl.exp2(scores * (2 * LOG2E)) + 1.0))
@@ -177,8 +162,7 @@ def tile_slots(
 def attend(
     q,
     kv,
-    k_pages,
-    v_pages,
+    pages,
     cos,
     sin,
     positions,
@@ -215,9 +199,8 @@ def attend(
     """One work.
 
     Args:
-        q: [T, Hkv * GROUP, D] unrotated. kv: [pages, 2, Hkv, PAGE, D]. k_pages, v_pages: the same as descriptors
-            of [pages * 2 * Hkv * PAGE, D], in blocks of [PAGE, BLOCK_D / 2] and [PAGE, BLOCK_D]; None where a tile
-            is not one page.
+        q: [T, Hkv * GROUP, D] unrotated. kv: [pages, 2, Hkv, PAGE, D]. pages: the same as a descriptor of
+            [pages * 2 * Hkv * PAGE, D] in blocks of [PAGE, BLOCK_D]; None where a tile is not one page.
         cos, sin: as rotate.py says, None if HALF is 0; last_position: theirs; scaling: their attention scaling.
         positions: int32 [T] view positions.
         works: int32 [W, 5], pieces: int32 [P, 6], see pieces.py.
@@ -236,7 +219,6 @@ def attend(
     rows = tile_rows + query_tile * slots
     dtype = q.dtype.element_ty
 
-    C: tl.constexpr = BLOCK_D // 2
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -251,22 +233,23 @@ def attend(
         # -1 is before every stored position.
         eff = tl.where(own == INVISIBLE, -1, tl.maximum(position - own, -1))
         at = position if TURN_KEYS else tl.minimum(tl.maximum(eff, 0), last_position)
-        q_left, q_right = load_turned(q + place * D, None, cos, sin, at, D, C, HALF, INTERLEAVED)
-        q_left, q_right = (q_left * q_factor).to(dtype), (q_right * q_factor).to(dtype)
+        left, right = load_turned(q + place * D, None, cos, sin, at, D, BLOCK_D // 2, HALF, INTERLEAVED)
+        both = tl.join((left * q_factor).to(dtype), (right * q_factor).to(dtype))
+        turned = tl.reshape(tl.permute(both, (0, 2, 1)), (BLOCK_M, BLOCK_D))
         if kind == SEEN:
             top, total, acc = walk(
-                q_left, q_right, eff, delta, top, total, acc, begin, end, kv, k_pages, v_pages, entries, head, cos, sin,
-                scaling, cap2, SEEN, HKV, D, C, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
+                turned, eff, delta, top, total, acc, begin, end, kv, pages, entries, head, cos, sin, scaling, cap2,
+                SEEN, HKV, D, BLOCK_D, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
             )  # fmt: skip
         elif kind == WHOLE:
             top, total, acc = walk(
-                q_left, q_right, eff, delta, top, total, acc, begin, end, kv, k_pages, v_pages, entries, head, cos, sin,
-                scaling, cap2, WHOLE, HKV, D, C, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
+                turned, eff, delta, top, total, acc, begin, end, kv, pages, entries, head, cos, sin, scaling, cap2,
+                WHOLE, HKV, D, BLOCK_D, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
             )  # fmt: skip
         else:
             top, total, acc = walk(
-                q_left, q_right, eff, delta, top, total, acc, begin, end, kv, k_pages, v_pages, entries, head, cos, sin,
-                scaling, cap2, RAGGED, HKV, D, C, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
+                turned, eff, delta, top, total, acc, begin, end, kv, pages, entries, head, cos, sin, scaling, cap2,
+                RAGGED, HKV, D, BLOCK_D, PAGE, BOXES, N, HALF, INTERLEAVED, WINDOW, SOFTCAP, TURN_KEYS, UPCAST,
             )  # fmt: skip
 
     _, slot, place, real = tile_slots(rows, head, slots, HKV, GROUP, BLOCK_M)

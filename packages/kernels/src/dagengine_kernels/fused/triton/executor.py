@@ -46,12 +46,8 @@ class Launch:
     per_sm: int
 
 
-LAUNCHES = {16: Launch(4, 4, 2), 64: Launch(4, 3, 2), 128: Launch(8, 3, 1)}
-"""By tile height."""
-
-GPU_HEIGHTS = (64, 128)
-KEYS_HEIGHTS = (16, 64)
-INTERPRETER_HEIGHTS = (16, 64)
+LAUNCHES = {16: Launch(2, 5, 2), 64: Launch(4, 3, 2), 128: Launch(4, 3, 2)}
+"""By tile height, measured on an H200."""
 
 
 class TritonExecutor(Executor):
@@ -111,8 +107,8 @@ class TritonExecutor(Executor):
         on_gpu = device.type == "cuda"
         heights = self.heights
         if heights is None:
-            heights = GPU_HEIGHTS if on_gpu else INTERPRETER_HEIGHTS
-            heights = KEYS_HEIGHTS if self.turn == "keys" else heights
+            many = on_gpu and self.turn == "query" and table.num_rows * shape.group > 64
+            heights = (16, 128) if many else (16, 64)
         heights = tuple(h for h in heights if h >= shape.group)
         if not heights:
             message = f"query heads per kv head must be at most {max(LAUNCHES)}, not {shape.group}"
@@ -176,7 +172,7 @@ class TritonExecutor(Executor):
         page_size, head_dim = plan.table.page_size, shape.head_dim
         block_d = _block(head_dim)
         tile_tokens = plan.arrays.boxes * page_size
-        k_pages, v_pages = _descriptors(kv_layer, block_d)
+        pages = _descriptor(kv_layer, block_d)
         softcap = shape.softcap
         for i, tiles in enumerate(plan.arrays.classes):
             height = tiles.rows_per_tile
@@ -184,8 +180,7 @@ class TritonExecutor(Executor):
             attend[(len(tiles.works),)](
                 q,
                 kv_layer,
-                k_pages,
-                v_pages,
+                pages,
                 loaded["cos"],
                 loaded["sin"],
                 loaded["positions"],
@@ -252,17 +247,16 @@ class TritonExecutor(Executor):
         )
 
 
-def _descriptors(kv_layer: Tensor, block_d: int) -> tuple[Any, Any]:
-    """The pages as rows, in blocks of half and of whole pages' rows, where one page is one KV tile; else twice None."""
+def _descriptor(kv_layer: Tensor, block_d: int) -> Any:
+    """The pages as rows, in blocks of one page, where one page is one KV tile; else None."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     page_size, head_dim = kv_layer.shape[3:]
     # A box has at most 256 rows, and rows start at multiples of 16 bytes.
     fits = TILE_TOKENS <= page_size <= 256 and page_size == _power_of_two(page_size)
     if not fits or head_dim * kv_layer.element_size() % 16:
-        return None, None
-    rows = kv_layer.view(-1, head_dim)
-    return tuple(TensorDescriptor.from_tensor(rows, [page_size, width]) for width in (block_d // 2, block_d))
+        return None
+    return TensorDescriptor.from_tensor(kv_layer.view(-1, head_dim), [page_size, block_d])
 
 
 def interprets() -> bool:

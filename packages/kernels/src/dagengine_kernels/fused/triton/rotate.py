@@ -77,23 +77,13 @@ def load_move(cos, sin, delta, scaling, HALF: tl.constexpr):
 
 
 @triton.jit
-def move_keys(k_left, k_right, cos, sin, N: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both halves [N, HALF] of whole rotated heads, moved by cos and sin from `load_move`: float32."""
-    if INTERLEAVED:
-        QUARTER: tl.constexpr = HALF // 2
-        cos_left, cos_right = tl.split(tl.permute(tl.reshape(cos, (2, QUARTER)), (1, 0)))
-        sin_left, sin_right = tl.split(tl.permute(tl.reshape(sin, (2, QUARTER)), (1, 0)))
-        a, b = tl.split(tl.reshape(k_left, (N, QUARTER, 2)).to(tl.float32))
-        left = turn_pairs(a, b, cos_left, sin_left, N, QUARTER)
-        a, b = tl.split(tl.reshape(k_right, (N, QUARTER, 2)).to(tl.float32))
-        return left, turn_pairs(a, b, cos_right, sin_right, N, QUARTER)
-    else:
-        a, b = k_left.to(tl.float32), k_right.to(tl.float32)
-        c, s = cos[None, :], sin[None, :]
-        return a * c - b * s, b * c + a * s
-
-
-@triton.jit
-def turn_pairs(a, b, cos, sin, N: tl.constexpr, QUARTER: tl.constexpr):
+def move_keys(k, cos, sin, N: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Whole rotated heads k [N, 2 * HALF], moved by cos and sin from `load_move`: float32."""
     c, s = cos[None, :], sin[None, :]
-    return tl.reshape(tl.join(a * c - b * s, b * c + a * s), (N, 2 * QUARTER))
+    if INTERLEAVED:
+        a, b = tl.split(tl.reshape(k, (N, HALF, 2)).to(tl.float32))
+        return tl.reshape(tl.join(a * c - b * s, b * c + a * s), (N, 2 * HALF))
+    else:
+        a, b = tl.split(tl.permute(tl.reshape(k, (N, 2, HALF)), (0, 2, 1)).to(tl.float32))
+        both = tl.join(a * c - b * s, b * c + a * s)
+        return tl.reshape(tl.permute(both, (0, 2, 1)), (N, 2 * HALF))
