@@ -6,13 +6,14 @@ Knows a plan's merge lists and tensors on one CUDA device; not what made the par
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
-from dagengine_kernels.fused.cuda.driver import Variant, kernel
+from dagengine_kernels.fused.cuda.driver import Kernel, Variant, kernel
 from dagengine_kernels.fused.cuda.vectors import DTYPES
 from dagengine_kernels.fused.plan import PlanArrays
 
@@ -90,15 +91,6 @@ def merge_parts(
         return
     average = len(lists.parts) / num_rows
     split = 1 if average <= FEW_PARTS else 2 if average <= 2 * FEW_PARTS else 4
-    vec = 4 if dim % 128 == 0 else 2 if dim % 2 == 0 else 1
-    macros = {
-        "DTYPE": DTYPES[out.dtype],
-        "PART_DTYPE": DTYPES[o_part.dtype],
-        "HEAD_DIM": dim,
-        "GROUP": group,
-        "VEC": vec,
-        "SPLIT": split,
-    }
     params = _Params(
         o_part=o_part.data_ptr(),
         lse2_part=lse2_part.data_ptr(),
@@ -113,10 +105,25 @@ def merge_parts(
     )
     if stream is None:
         stream = torch.cuda.current_stream(out.device).cuda_stream
-    found = kernel("merge", "merge_parts", macros, out.device.index)
+    found = _kernel(out.dtype, o_part.dtype, dim, group, split, out.device.index)
     found.launch(
         (-(-num_rows * group * split // WARPS), 1, 1), (WARPS * 32, 1, 1), 0, stream, params, pdl=pdl
     )
+
+
+@functools.cache
+def _kernel(
+    dtype: torch.dtype, part_dtype: torch.dtype, dim: int, group: int, split: int, device: int
+) -> Kernel:
+    macros = {
+        "DTYPE": DTYPES[dtype],
+        "PART_DTYPE": DTYPES[part_dtype],
+        "HEAD_DIM": dim,
+        "GROUP": group,
+        "VEC": 4 if dim % 128 == 0 else 2 if dim % 2 == 0 else 1,
+        "SPLIT": split,
+    }
+    return kernel("merge", "merge_parts", macros, device)
 
 
 def _check(o_part: Tensor, lse2_part: Tensor, out: Tensor, lse2: Tensor | None, sinks: Tensor | None) -> None:
