@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
-from cpu_peer_worker import Clock, now, own_output, serve
-
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench.cpu_peer_worker import Clock, now, own_output, serve
 from dagengine.build import build_core
 from dagengine.config import EngineConfig
 from dagengine.core import EngineCore

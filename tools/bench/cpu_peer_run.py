@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cpu_peer_report import page
-
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench.cpu_peer_report import page
 from dagengine_server.cli.bench.record import Circumstances, Figure, circumstances, dump_lines
 
 HERE = Path(__file__).resolve().parent

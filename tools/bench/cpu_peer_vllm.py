@@ -10,9 +10,11 @@ import os
 import sys
 from importlib.metadata import version
 from itertools import count
+from pathlib import Path
 from typing import Any
 
-from cpu_peer_worker import Clock, own_output, serve
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench.cpu_peer_worker import Clock, own_output, serve
 
 
 class Peer:
