@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from dagengine_kernels import KernelError
 from dagengine_kernels.fused import planner_twin
 from dagengine_kernels.fused.native import why_missing
-from dagengine_kernels.fused.plan import INVISIBLE, PlanArrays, PlanParameters
+from dagengine_kernels.fused.plan import INVISIBLE, PlanArrays, PlanClass, PlanParameters
 from dagengine_kernels.fused.planner import balance, implementation, plan_spans, plan_table
 from dagengine_kernels.fused.spans import SequenceSpans, SpanTable, to_spans
 from dagengine_kernels.graph_cases import GRAPH_CASES, GraphBuilder, graph_case
@@ -159,6 +160,16 @@ def walked(
     return found
 
 
+def share_a_walk(one: PlanClass) -> bool:
+    """Whether some query tiles of a class walk the same KV tiles."""
+    ranges = {}
+    for tile, _, begin, end, _ in one.works.tolist():
+        low, high = ranges.get(tile, (begin, end))
+        ranges[tile] = (min(low, begin), max(high, end))
+    ordered = sorted(ranges.values())
+    return any(second[0] < first[1] for first, second in pairwise(ordered))
+
+
 def check_shape(arrays: PlanArrays, parameters: PlanParameters) -> None:
     """What kernels rely on besides visibility."""
     boxes = parameters.boxes
@@ -173,7 +184,7 @@ def check_shape(arrays: PlanArrays, parameters: PlanParameters) -> None:
         assert (np.diff(one.work_indptr) >= 0).all()
         lengths = one.works[:, 3] - one.works[:, 2]
         cut = one.works[:, 4] >= 0
-        assert (lengths[cut] >= parameters.min_chunk).all()
+        assert (lengths[cut] >= (1 if share_a_walk(one) else parameters.min_chunk)).all()
     heights = [one.rows_per_tile for one in arrays.classes]
     assert heights == sorted(set(heights)) and set(heights) <= set(parameters.rows_per_tile)
 
@@ -629,3 +640,34 @@ def test_the_documents_of_a_graph_case_have_a_delta_in_each_sequence():
         [0, 10, 150, 0],
     ]
     assert table.q_positions.tolist() == [159, 159]
+
+
+def long_sequences(*lengths: int, rows: int) -> SpanTable:
+    """Sequences of so many tokens, of which the last `rows` are the query rows."""
+    return SpanTable.from_sequences(
+        [
+            SequenceSpans(n - rows, rows, [(pages(5000 * i, n), 0, n, 0, 0)])
+            for i, n in enumerate(lengths)
+        ],
+        page_size=64,
+    )
+
+
+def test_many_query_tiles_of_one_walk_are_dealt_whole_and_evenly():
+    parameters = replace(H200, rows_per_tile=(128,), workers=(132,), boxes=2, work_cost=1, min_chunk=2)
+    for tokens in (2048, 8192):
+        arrays = plan_spans(long_sequences(tokens, rows=tokens), parameters)
+        assert arrays.num_parts == 0
+        for makespan, mean in balance(arrays, parameters):
+            assert makespan <= 1.05 * mean
+
+
+def test_few_query_tiles_of_a_long_walk_read_the_same_pages_at_the_same_time():
+    parameters = replace(H200, rows_per_tile=(128,), workers=(132,), boxes=2, work_cost=1, min_chunk=2)
+    arrays = plan_spans(long_sequences(91424, rows=64), parameters)
+    (one,) = arrays.classes
+    for makespan, mean in balance(arrays, parameters):
+        assert makespan <= 1.05 * mean
+    shares = [one.works[a:b, 1:4] for a, b in pairwise(one.work_indptr)]
+    for first, second in zip(shares[::2], shares[1::2], strict=True):
+        assert np.abs(first - second).max() <= 1  # one tile's last KV tile may be beyond the other's end

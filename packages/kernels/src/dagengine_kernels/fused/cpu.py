@@ -20,7 +20,7 @@ from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
 from dagengine_kernels.fused import native
 from dagengine_kernels.fused.executor import Executor, FusedPlan
 from dagengine_kernels.fused.plan import PlanParameters
-from dagengine_kernels.segments import HI, LO, SegmentTable
+from dagengine_kernels.segments import HI, LO, PAGE, SegmentTable
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """As attend_cpu.h numbers them."""
@@ -31,7 +31,7 @@ STRIP_ROWS = 6
 
 WORKER_COST = 2048.0
 MAX_WORKERS = 256
-MIN_CHUNK_TOKENS = 256
+MIN_CHUNK_TOKENS = 512
 WORK_COST_TOKENS = 64
 
 ISA_VARIABLE = "DAGENGINE_CPU_ISA"
@@ -147,9 +147,14 @@ def tile_rows(group: int) -> int:
 
 
 def workers(table: SegmentTable, shape: AttentionShape) -> int:
-    """How many workers the work of a batch is worth: by its tokens and rows, never by the machine."""
+    """How many workers the work of a batch is worth: by its pages, tokens and rows, never by the machine.
+
+    The cost is in tokens of one kv head: reading one counts 1, and each row that sees it 1/8.
+    """
     lengths = np.append(0, np.cumsum(table.extents[:, HI] - table.extents[:, LO], dtype=np.int64))
     tokens = np.diff(lengths[table.extent_indptr])
-    rows = np.diff(table.q_indptr)
-    cost = float((tokens * (rows > 0) * (1 + rows * shape.group / 8)).sum()) * shape.num_kv_heads
-    return int(min(max(cost // WORKER_COST, 1), MAX_WORKERS))
+    read = np.zeros(table.num_pages, np.bool_)
+    read[table.extents[:, PAGE]] = True
+    distinct = min(int(np.count_nonzero(read)) * table.page_size, int(lengths[-1]))
+    cost = distinct + float((tokens * np.diff(table.q_indptr)).sum()) * shape.group / 8
+    return int(min(max(cost * shape.num_kv_heads // WORKER_COST, 1), MAX_WORKERS))

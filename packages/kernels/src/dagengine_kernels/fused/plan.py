@@ -17,8 +17,8 @@ Turning q is a rotation at p - d; it happens once per work and run.
     (tile,head) |--- A ---|---- A ----|-A-|----- B -----|   A is in three parts, merged by LSE; B is written directly
 
 A work whose (tile, head) is not cut writes its rows directly (PART -1); otherwise the partial result of slot i and
-kv-head-relative query head g goes to o_part[PART + i, g], lse2_part[PART + i, g] for every slot of the tile. A slot that
-saw nothing there leaves lse2 = -inf and may leave its o_part unwritten.
+kv-head-relative query head g goes to o_part[PART + i, g], lse2_part[PART + i, g] for every slot of the tile. A slot
+that saw nothing there leaves lse2 = -inf and may leave its o_part unwritten.
 A merge row is (table row * Hkv + kv head): its parts are merge_parts[merge_indptr[j] .. merge_indptr[j + 1]], indices
 into o_part; rows that no work writes directly are all listed, those that see nothing with no parts.
 """
@@ -51,7 +51,8 @@ class PlanParameters:
         workers: how many workers share a launch at each of these heights.
         boxes: entries per KV tile.
         window: keys in (p - window, p] are visible; None for no window.
-        min_chunk: no (tile, head) is cut into pieces of fewer KV tiles than this, unless it is smaller itself.
+        min_chunk: no (tile, head) is cut into pieces of fewer KV tiles than this, unless it is smaller itself or is
+            cut together with other tiles of its walk.
         work_cost: what starting a work costs, in KV tiles.
         run_cost: what going on to another run within a work costs (q turns), in KV tiles.
         wide_cost: the cost of a KV tile at the largest height relative to one at the smallest.

@@ -22,7 +22,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from heapq import heappop, heappush
+from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 
@@ -422,10 +423,11 @@ class _Planner:
             if not tiles:
                 continue
             lengths = [tile.end - tile.begin for tile in tiles for _ in range(heads)]
-            turns = [self._turns(tile) for tile in tiles for _ in range(heads)]
-            pieces, work_indptr = cut(
-                lengths, parameters.workers[height], parameters.min_chunk, parameters.work_cost, turns
-            )
+            turns = [self._turns(tile, tile.begin, tile.end) for tile in tiles for _ in range(heads)]
+            groups = [
+                list(group) for _, group in groupby(range(len(tiles)), key=lambda i: tiles[i].walk_begin)
+            ]
+            pieces, work_indptr = self._share(tiles, groups, lengths, turns, parameters.workers[height])
             works = []
             for item, begin, end in pieces:
                 tile, head = tiles[item // heads], item % heads
@@ -469,9 +471,75 @@ class _Planner:
             tokens_unique=tokens_unique(self.table),
         )
 
-    def _turns(self, tile: _Tile) -> list[int]:
-        """Per KV tile of a query tile what the changes of run up to it cost."""
-        runs = tile.tile_runs[tile.begin - tile.walk_begin : tile.end - tile.walk_begin]
+    def _share(
+        self,
+        tiles: Sequence[_Tile],
+        groups: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        turns: Sequence[Sequence[int]],
+        workers: int,
+    ) -> Works:
+        """Items (tile * heads + head) among the workers; `groups`: the tiles of each walk.
+
+        What is walked by one query tile alone is cut into equal shares, one after another. Query tiles of one walk
+        (the chunks of a sequence) should read the same KV tiles at the same time, so that these come from memory
+        once: where there are enough of them they are dealt whole (the longest first; one head after another where
+        each worker gets many); else all tiles of a walk are cut alike. Neither where that would be much less even.
+        """
+        heads, chunk, cost = (
+            self.parameters.num_kv_heads,
+            self.parameters.min_chunk,
+            self.parameters.work_cost,
+        )
+        streamed = cut(lengths, workers, chunk, cost, turns)
+        if len(groups) == len(tiles):
+            return streamed
+        costs = [length + cost + turns[item][-1] for item, length in enumerate(lengths)]
+        by_head = MANY * max(costs) * workers <= sum(costs)
+        walk = [tile.walk_begin for tile in tiles for _ in range(heads)]
+        order = sorted(
+            range(len(lengths)),
+            key=lambda i: (
+                (i % heads, walk[i], -lengths[i], i) if by_head else (-lengths[i], i % heads, walk[i], i)
+            ),
+        )
+        allowed = 11 * _makespan(streamed, turns, cost)
+        whole = deal(order, lengths, costs, workers)
+        if 10 * _makespan(whole, turns, cost) <= allowed:
+            return whole
+        width = len(groups[0])
+        if all(len(group) == width for group in groups) and width <= workers:
+            alike = self._alike(tiles, groups, workers)
+            if 10 * _makespan(alike, turns, cost) <= allowed:
+                return alike
+        return streamed
+
+    def _alike(self, tiles: Sequence[_Tile], groups: Sequence[Sequence[int]], workers: int) -> Works:
+        """The walk of each group cut among teams of as many workers as the group has tiles."""
+        heads, width = self.parameters.num_kv_heads, len(groups[0])
+        firsts = [min(tiles[i].begin for i in group) for group in groups]
+        ends = [max(tiles[i].end for i in group) for group in groups]
+        walked, turns = [], []
+        for group, first, end in zip(groups, firsts, ends, strict=True):
+            walked += [end - first] * heads
+            turns += [self._turns(tiles[group[0]], first, end)] * heads
+        teams = workers // width
+        pieces, indptr = cut(walked, teams, self.parameters.min_chunk, self.parameters.work_cost, turns)
+        works, counts = [], [0]
+        for team in range(teams):
+            for member in range(width):
+                for item, begin, end in pieces[indptr[team] : indptr[team + 1]]:
+                    which = groups[item // heads][member]
+                    tile, first = tiles[which], firsts[item // heads]
+                    low, high = max(first + begin, tile.begin), min(first + end, tile.end)
+                    if low < high:
+                        works.append((which * heads + item % heads, low - tile.begin, high - tile.begin))
+                counts.append(len(works))
+        return works, counts + [len(works)] * (workers + 1 - len(counts))
+
+    def _turns(self, tile: _Tile, begin: int, end: int) -> list[int]:
+        """Per KV tile from `begin` to `end` of a query tile's walk what the changes of run up to it cost."""
+        runs = tile.tile_runs[begin - tile.walk_begin : end - tile.walk_begin]
         changed = [0, *(one != other for one, other in pairwise(runs))]
         return [self.parameters.run_cost * count for count in accumulate(changed)]
 
@@ -482,13 +550,41 @@ class _Planner:
         return total * self.table.page_size
 
 
+MANY = 8
+"""Query tiles are dealt head by head where a worker gets as much as this many of the longest."""
+
+Works = tuple[list[tuple[int, int, int]], list[int]]
+"""Works (item, begin, end) and how many of them precede each worker's first [workers + 1]."""
+
+
+def deal(items: Sequence[int], lengths: Sequence[int], costs: Sequence[int], workers: int) -> Works:
+    """Whole items in this order, each to the worker that has least so far (the first of those)."""
+    dealt: list[list[int]] = [[] for _ in range(workers)]
+    loads = [(0, worker) for worker in range(workers)]
+    for item in items:
+        load, worker = heappop(loads)
+        dealt[worker].append(item)
+        heappush(loads, (load + costs[item], worker))
+    works = [(item, 0, lengths[item]) for one in dealt for item in one]
+    return works, [0, *accumulate(map(len, dealt))]
+
+
+def _makespan(shares: Works, turns: Sequence[Sequence[int]], work_cost: int) -> int:
+    """The largest cost of a share."""
+    works, indptr = shares
+    costs = []
+    for item, begin, end in works:
+        costs.append(end - begin + work_cost + turns[item][end - 1] - turns[item][begin])
+    return max(sum(costs[first:last]) for first, last in pairwise(indptr))
+
+
 def cut(
     lengths: Sequence[int],
     workers: int,
     min_chunk: int,
     work_cost: int,
     turns: Sequence[Sequence[int]] | None = None,
-) -> tuple[list[tuple[int, int, int]], list[int]]:
+) -> Works:
     """Cut items of so many KV tiles each, in order, into equal shares for the workers.
 
     A share costs its KV tiles, `work_cost` per work and what its changes of run cost: turns[item][k] for those at
@@ -524,7 +620,7 @@ def _shares(
     min_chunk: int,
     work_cost: int,
     bound: int,
-) -> tuple[list[tuple[int, int, int]], list[int]] | None:
+) -> Works | None:
     """Shares of cost at most `bound`, each filled as far as it goes; None if the workers do not suffice."""
     works: list[tuple[int, int, int]] = []
     firsts = [0]

@@ -60,11 +60,20 @@ constexpr bool PAIRED = std::is_same_v<T, PairedBf16>;
 template <class T>
 constexpr int PACE = PAIRED<T> ? 2 : 1;
 
-// Where element d is in the walk's order.
-template <class T>
-inline int place_of(int d) {
-    if constexpr (PAIRED<T>) return d / (2 * W) * (2 * W) + d % 2 * W + d % (2 * W) / 2;
-    return d;
+// Into the walk's order, and out of it; n is a multiple of 2 W.
+inline void to_pairs(const float* __restrict from, float* __restrict to, int n) {
+    for (int d = 0; d < n; d += 2 * W)
+        for (int i = 0; i < W; i++) {
+            to[d + i] = from[d + 2 * i];
+            to[d + W + i] = from[d + 2 * i + 1];
+        }
+}
+inline void from_pairs(const float* __restrict from, float* __restrict to, int n) {
+    for (int d = 0; d < n; d += 2 * W)
+        for (int i = 0; i < W; i++) {
+            to[d + 2 * i] = from[d + i];
+            to[d + 2 * i + 1] = from[d + W + i];
+        }
 }
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -398,7 +407,7 @@ private:
             for (int i = 0; i < half; i++) rotate(x[i], x[i + half], cos[i], sin[i]);
         }
         if constexpr (PAIRED<T>) {
-            for (int i = 0; i < dim; i++) to[place_of<T>(i)] = x[i];
+            to_pairs(x, to, dim);
         } else {
             for (int i = dim; i < padded; i++) to[i] = 0.0f;
         }
@@ -634,7 +643,7 @@ private:
                 int row = i * c.group + g, query_head = head * c.group + g;
                 const float* out = s.out + int64_t(row) * padded;
                 if constexpr (PAIRED<T>) {
-                    for (int d = 0; d < c.head_dim; d++) s.staged[d] = out[place_of<T>(d)];
+                    from_pairs(out, s.staged, c.head_dim);
                     out = s.staged;
                 }
                 float sum = 0.0f, top = s.top[row];

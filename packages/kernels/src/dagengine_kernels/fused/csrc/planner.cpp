@@ -22,6 +22,7 @@ struct Tile {
     int64_t first_row, num_rows;  // into tile_rows
     int64_t begin, end;           // KV tiles
     bool masked;                  // whether `masks` of the runs are to be looked at
+    int64_t walk;                 // where the walk begins that it is of
 };
 
 struct Cluster {
@@ -103,7 +104,7 @@ class Planner {
 
     Ints first, next, count, order, keys;
     std::vector<const Tile*> tiles_of_height;
-    std::vector<Walked> items;
+    std::vector<Item> items;
     std::vector<int64_t> turns;      // cost of the changes of run up to each KV tile
     std::vector<Piece> shares;
 
@@ -234,7 +235,7 @@ class Planner {
     }
 
     void walk_tile(const int32_t* mine, int64_t number, int64_t height) {
-        Tile tile{static_cast<int32_t>(height), static_cast<int64_t>(tile_rows.size()), 0, end_tile(), 0, true};
+        Tile tile{static_cast<int32_t>(height), static_cast<int64_t>(tile_rows.size()), 0, end_tile(), 0, true, end_tile()};
         for (int64_t i = 0; i < number; ++i) {
             const Unit& unit = in.units[mine[i]];
             slot_of[mine[i]] = static_cast<int32_t>(tile.num_rows);
@@ -462,7 +463,7 @@ class Planner {
             while (begin < end && !sees(end - 1)) --end;
             if (begin == end) continue;
             const int32_t height = rows <= slots.front() ? 0 : static_cast<int32_t>(slots.size()) - 1;
-            tiles.push_back({height, static_cast<int64_t>(tile_rows.size()), rows, begin, end, false});
+            tiles.push_back({height, static_cast<int64_t>(tile_rows.size()), rows, begin, end, false, walk_begin});
             for (int64_t row = 0; row < rows; ++row)
                 tile_rows.push_back(static_cast<int32_t>(unit.first_row + from + row));
         }
@@ -500,7 +501,7 @@ class Planner {
             for (const Tile& tile : tiles)
                 if (tile.height == static_cast<int32_t>(height)) {
                     mine.push_back(&tile);
-                    items.resize(items.size() + heads, Walked{tile.begin, tile.end});
+                    items.resize(items.size() + heads, Item{{tile.begin, tile.end}, tile.walk});
                 }
             if (mine.empty()) continue;
             Class one{parameters.heights[height], slots[height], {}, {}, {}};
@@ -510,8 +511,7 @@ class Planner {
                 one.tile_rows.insert(one.tile_rows.end(), rows, rows + tile->num_rows);
                 one.tile_rows.resize(one.tile_rows.size() + one.slots - tile->num_rows, -1);
             }
-            cut(items, turns, parameters.workers[height], parameters.min_chunk, parameters.work_cost, shares,
-                one.work_indptr);
+            share(items, turns, heads, parameters.workers[height], parameters, shares, one.work_indptr);
             one.works.reserve(shares.size());
             for (const Piece& share : shares) {
                 const auto number = static_cast<int32_t>(share.item / heads);

@@ -108,6 +108,12 @@ struct Walked {
 struct Piece {
     int32_t item, begin, end;
 };
+struct Item : Walked {
+    int64_t walk;  // where the walk begins that the item is of
+};
+// As planner_twin.share: the items of the query tiles in order, `heads` of each.
+void share(const std::vector<Item>& items, const std::vector<int64_t>& turns, int64_t heads, int64_t workers,
+           const Parameters& parameters, std::vector<Piece>& pieces, Ints& indptr);
 void cut(const std::vector<Walked>& items, const std::vector<int64_t>& turns, int64_t workers, int64_t min_chunk,
          int64_t work_cost, std::vector<Piece>& pieces, Ints& indptr);
 

@@ -1,5 +1,8 @@
 // Equal shares of the walks for the workers.
 #include <algorithm>
+#include <functional>
+#include <queue>
+#include <tuple>
 
 #include "planner.h"
 
@@ -89,6 +92,129 @@ void cut(const std::vector<Walked>& items, const std::vector<int64_t>& turns, in
         },
         [&] { indptr.push_back(static_cast<int32_t>(pieces.size())); });
     indptr.resize(workers + 1, static_cast<int32_t>(pieces.size()));
+}
+
+namespace {
+
+constexpr int64_t MANY = 8;  // as in planner_twin.py
+
+int64_t cost_of(const Piece& piece, const std::vector<Item>& items, const std::vector<int64_t>& turns,
+                int64_t work_cost) {
+    const int64_t* const turn = turns.data() + items[piece.item].begin;
+    return piece.end - piece.begin + work_cost + turn[piece.end - 1] - turn[piece.begin];
+}
+
+int64_t makespan(const std::vector<Piece>& pieces, const Ints& indptr, const std::vector<Item>& items,
+                 const std::vector<int64_t>& turns, int64_t work_cost) {
+    int64_t largest = 0;
+    for (size_t worker = 0; worker + 1 < indptr.size(); ++worker) {
+        int64_t sum = 0;
+        for (int32_t i = indptr[worker]; i < indptr[worker + 1]; ++i) sum += cost_of(pieces[i], items, turns, work_cost);
+        largest = std::max(largest, sum);
+    }
+    return largest;
+}
+
+void deal(const std::vector<Item>& items, const std::vector<int64_t>& turns, int64_t heads, int64_t workers,
+          int64_t work_cost, std::vector<Piece>& pieces, Ints& indptr) {
+    std::vector<int32_t> order(items.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
+    int64_t largest = 0, total = 0;
+    for (size_t i = 0; i < items.size(); ++i) {
+        const Piece all{static_cast<int32_t>(i), 0, static_cast<int32_t>(items[i].end - items[i].begin)};
+        const int64_t cost = cost_of(all, items, turns, work_cost);
+        largest = std::max(largest, cost);
+        total += cost;
+    }
+    const bool by_head = MANY * largest * workers <= total;
+    std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+        const auto key = [&](int32_t i) {
+            const int64_t head = i % heads, shorter = items[i].begin - items[i].end;
+            return by_head ? std::make_tuple(head, items[i].walk, shorter, int64_t{i})
+                           : std::make_tuple(shorter, head, items[i].walk, int64_t{i});
+        };
+        return key(a) < key(b);
+    });
+    using Load = std::pair<int64_t, int64_t>;
+    std::priority_queue<Load, std::vector<Load>, std::greater<Load>> loads;
+    for (int64_t worker = 0; worker < workers; ++worker) loads.emplace(0, worker);
+    std::vector<std::vector<int32_t>> dealt(workers);
+    for (int32_t item : order) {
+        const auto [load, worker] = loads.top();
+        loads.pop();
+        dealt[worker].push_back(item);
+        const Piece whole{item, 0, static_cast<int32_t>(items[item].end - items[item].begin)};
+        loads.emplace(load + cost_of(whole, items, turns, work_cost), worker);
+    }
+    pieces.clear();
+    indptr.assign(1, 0);
+    for (const auto& mine : dealt) {
+        for (int32_t item : mine)
+            pieces.push_back({item, 0, static_cast<int32_t>(items[item].end - items[item].begin)});
+        indptr.push_back(static_cast<int32_t>(pieces.size()));
+    }
+}
+
+}  // namespace
+
+void share(const std::vector<Item>& items, const std::vector<int64_t>& turns, int64_t heads, int64_t workers,
+           const Parameters& parameters, std::vector<Piece>& pieces, Ints& indptr) {
+    const int64_t chunk = parameters.min_chunk, cost = parameters.work_cost;
+    std::vector<int64_t> groups;  // the first tile of each walk, and the end
+    const int64_t tiles = static_cast<int64_t>(items.size()) / heads;
+    for (int64_t tile = 0; tile < tiles; ++tile)
+        if (!tile || items[tile * heads].walk != items[(tile - 1) * heads].walk) groups.push_back(tile);
+    groups.push_back(tiles);
+    const int64_t number = static_cast<int64_t>(groups.size()) - 1, width = groups[1] - groups[0];
+    bool alike = true;
+    for (int64_t g = 0; g < number; ++g) alike &= groups[g + 1] - groups[g] == width;
+    cut({items.begin(), items.end()}, turns, workers, chunk, cost, pieces, indptr);
+    if (number == tiles) return;
+
+    std::vector<Piece> whole;
+    Ints whole_indptr;
+    deal(items, turns, heads, workers, cost, whole, whole_indptr);
+    const int64_t allowed = 11 * makespan(pieces, indptr, items, turns, cost);
+    if (10 * makespan(whole, whole_indptr, items, turns, cost) <= allowed) {
+        pieces = std::move(whole);
+        indptr = std::move(whole_indptr);
+        return;
+    }
+    if (!alike || width > workers) return;
+
+    std::vector<Walked> walked;  // from the first to the last KV tile that a tile of the group sees
+    for (int64_t g = 0; g < number; ++g) {
+        Walked one = items[groups[g] * heads];
+        for (int64_t tile = groups[g]; tile < groups[g + 1]; ++tile) {
+            one.begin = std::min(one.begin, items[tile * heads].begin);
+            one.end = std::max(one.end, items[tile * heads].end);
+        }
+        walked.resize(walked.size() + heads, one);
+    }
+    const int64_t teams = workers / width;
+    std::vector<Piece> cuts;
+    Ints cut_indptr;
+    cut(walked, turns, teams, chunk, cost, cuts, cut_indptr);
+    std::vector<Piece> made;
+    Ints made_indptr(1, 0);
+    for (int64_t team = 0; team < teams; ++team)
+        for (int64_t member = 0; member < width; ++member) {
+            for (int32_t i = cut_indptr[team]; i < cut_indptr[team + 1]; ++i) {
+                const int64_t tile = groups[cuts[i].item / heads] + member, head = cuts[i].item % heads;
+                const Walked& mine = items[tile * heads];
+                const int64_t skipped = mine.begin - walked[cuts[i].item].begin;
+                const int64_t low = std::max<int64_t>(cuts[i].begin - skipped, 0);
+                const int64_t high = std::min(cuts[i].end - skipped, mine.end - mine.begin);
+                if (low < high)
+                    made.push_back({static_cast<int32_t>(tile * heads + head), static_cast<int32_t>(low),
+                                    static_cast<int32_t>(high)});
+            }
+            made_indptr.push_back(static_cast<int32_t>(made.size()));
+        }
+    made_indptr.resize(workers + 1, static_cast<int32_t>(made.size()));
+    if (10 * makespan(made, made_indptr, items, turns, cost) > allowed) return;
+    pieces = std::move(made);
+    indptr = std::move(made_indptr);
 }
 
 }  // namespace dagengine::planner

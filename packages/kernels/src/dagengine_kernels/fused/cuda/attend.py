@@ -27,8 +27,6 @@ from dagengine_kernels.segments import SegmentTable
 THREADS = 384
 SHARED_BYTES = 227 * 1024
 NARROW, WIDE = 64, 128
-L2 = 0
-EXTRA: dict[str, int] = {}
 
 
 class AttendParams(ctypes.Structure):
@@ -114,7 +112,6 @@ def macros(
         "INTERLEAVED": int(rotary is not None and rotary.pairing == "interleaved"),
         "SOFTCAP": int(shape.softcap is not None),
         "WINDOW": int(shape.window is not None),
-        **EXTRA,
     }
 
 
@@ -158,7 +155,7 @@ class CudaExecutor(Executor):
             )
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         long = bool(len(table.q_indptr) > 1 and np.diff(table.q_indptr).max() * shape.group > NARROW)
-        keys = self._keys or 64
+        keys = self._keys or (128 if long else 64)
         heights = (WIDE,) if long or keys == 128 else (NARROW, WIDE)
         return PlanParameters(
             group=shape.group,
@@ -167,6 +164,9 @@ class CudaExecutor(Executor):
             workers=tuple(sms * (WIDE // rows) for rows in heights),
             boxes=keys // table.page_size,
             window=shape.window,
+            min_chunk=256 // keys,
+            work_cost=128 // keys,
+            run_cost=1,
         )
 
     def load(self, plan: FusedPlan) -> None:
@@ -273,7 +273,8 @@ class CudaExecutor(Executor):
                 dims=(dim, page, 2 * heads, pages),
                 strides_bytes=(dim * size, page * dim * size, 2 * heads * page * dim * size),
                 box=(64, page, 1, 1),
-                swizzle_128b=True, l2_bytes=L2,
+                swizzle_128b=True,
+                l2_bytes=0,
             )
             found = maps[key] = (ctypes.c_uint64 * 16).from_buffer_copy(raw)
         return found

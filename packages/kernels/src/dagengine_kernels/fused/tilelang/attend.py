@@ -72,6 +72,7 @@ def attend_func(v: Variant) -> Any:
     items = dim // (2 * width)
     turned_items = half // width
     abreast = 128 // items
+    batch = min(2, 64 // abreast)
     chunk_rows = 128 // (dim // 8)
     consumer_threads = 128 * consumers
     policy = T.GemmWarpPolicy.FullRow
@@ -116,15 +117,22 @@ def attend_func(v: Variant) -> Any:
                 RowOf[m] = -1
 
     @T.macro
-    def look(tx, run, Positions, Step, Runs, Deltas, RowOf, Ends, delta):
+    def foresee_run(run, Runs, ahead):
+        for f in T.vectorized(2):
+            ahead[f] = Runs[run, f]
+
+    @T.macro
+    def foresee_delta(tx, Deltas, ahead, delta):
+        """The delta of row tx of a warpgroup (two threads know each)."""
+        delta[0] = ahead[RUN_DELTA]
+        if ahead[RUN_VEC] >= 0:
+            delta[0] = Deltas[T.min(ahead[RUN_VEC] + (tx // 128 * 64 + tx % 64) // group, num_deltas - 1)]
+
+    @T.macro
+    def look(tx, Positions, Step, RowOf, Ends, delta):
         """Ends: the last stored position that each row of this consumer may see in a run."""
         if tx % 128 < 64:
             m = tx // 128 * 64 + tx % 128
-            delta[0] = Runs[run, RUN_VEC]
-            if delta[0] < 0:
-                delta[0] = Runs[run, RUN_DELTA]
-            else:
-                delta[0] = Deltas[T.min(delta[0] + m // group, num_deltas - 1)]
             if RowOf[m] < 0:
                 Ends[m] = EVERYWHERE
             else:
@@ -135,38 +143,56 @@ def attend_func(v: Variant) -> Any:
         T.sync_threads(TURN + tx // 128, 128)
 
     @T.macro
-    def turn_item(x, cs):
+    def clear_rows(tx, Qs):
+        """Zeros in this consumer's rows of q: rows that pad, or see nothing yet, are multiplied too."""
+        for c in T.unroll(blocks):
+            for p in T.unroll(4):
+                for e in T.vectorized(8):
+                    Qs[c, tx // 128 * 64 + p * 16 + tx % 128 // 8, tx % 8 * 8 + e] = T.cast(0, dtype)
+        T.sync_threads(TURN + tx // 128, 128)
+
+    @T.macro
+    def turn_item(n, x, cs):
         for e in T.unroll(width):
-            first = T.cast(x[2 * e if v.interleaved else e], accum)
-            second = T.cast(x[2 * e + 1 if v.interleaved else width + e], accum)
-            x[2 * e if v.interleaved else e] = T.cast(first * cs[2 * e] - second * cs[2 * e + 1], dtype)
-            x[2 * e + 1 if v.interleaved else width + e] = T.cast(
-                second * cs[2 * e] + first * cs[2 * e + 1], dtype
+            first = T.cast(x[n, 2 * e if v.interleaved else e], accum)
+            second = T.cast(x[n, 2 * e + 1 if v.interleaved else width + e], accum)
+            x[n, 2 * e if v.interleaved else e] = T.cast(first * cs[n, 2 * e] - second * cs[n, 2 * e + 1], dtype)
+            x[n, 2 * e + 1 if v.interleaved else width + e] = T.cast(
+                second * cs[n, 2 * e] + first * cs[n, 2 * e + 1], dtype
             )
+
+    def shows(RowOf, Ends, m):
+        """Not negative if row m sees something; without positions every row is placed once, whatever it sees."""
+        return T.min(RowOf[m], Ends[m]) if half else RowOf[m]
 
     @T.macro
     def place(tx, turns, a_at, b_at, head, Q, Rope, Qs, RowOf, Ends, x, cs):
-        """A thread's items of this consumer's rows into shared memory, turned to Ends (p - delta) or as they are."""
-        for p in T.unroll(64 // abreast):
-            m = tx // 128 * 64 + p * abreast + tx % 128 // items
-            row = RowOf[m]
-            if row >= 0:
-                for e in T.vectorized(width):
-                    x[e] = Q[row, head, m % group, a_at + e]
-                for e in T.vectorized(width):
-                    x[width + e] = Q[row, head, m % group, b_at + e]
-                if turns:
-                    at = T.max(T.min(Ends[m], length - 1), 0)
-                    for e in T.vectorized(2 * width):
-                        cs[e] = Rope[at, tx % items * 2 * width + e]
-                    turn_item(x, cs)
-            else:
-                for e in T.unroll(2 * width):
-                    x[e] = T.cast(0, dtype)
-            for e in T.vectorized(width):
-                Qs[a_at // 64, m, a_at % 64 + e] = x[e]
-            for e in T.vectorized(width):
-                Qs[b_at // 64, m, b_at % 64 + e] = x[width + e]
+        """A thread's items of this consumer's rows into shared memory, turned to Ends (p - delta) or as they are.
+
+        Rows that see nothing of the run stay as they were. `batch` rows at a time: their loads are under way together.
+        """
+        for p in T.unroll(64 // abreast // batch):
+            base = tx // 128 * 64 + p * batch * abreast + tx % 128 // items
+            seen = T.max(shows(RowOf, Ends, base), shows(RowOf, Ends, base + (batch - 1) * abreast)) >= 0
+            if seen:
+                for n in T.unroll(batch):
+                    m = base + n * abreast
+                    for e in T.vectorized(width):
+                        x[n, e] = Q[T.max(RowOf[m], 0), head, m % group, a_at + e]
+                    for e in T.vectorized(width):
+                        x[n, width + e] = Q[T.max(RowOf[m], 0), head, m % group, b_at + e]
+                    if turns:
+                        at = T.max(T.min(Ends[m], length - 1), 0)
+                        for e in T.vectorized(2 * width):
+                            cs[n, e] = Rope[at, tx % items * 2 * width + e]
+                for n in T.unroll(batch):
+                    m = base + n * abreast
+                    if turns:
+                        turn_item(n, x, cs)
+                    for e in T.vectorized(width):
+                        Qs[a_at // 64, m, a_at % 64 + e] = x[n, e]
+                    for e in T.vectorized(width):
+                        Qs[b_at // 64, m, b_at % 64 + e] = x[n, width + e]
 
     @T.macro
     def turn(tx, head, Q, Rope, Qs, RowOf, Ends, x, cs):
@@ -261,11 +287,14 @@ def attend_func(v: Variant) -> Any:
                 T.sync_threads(TURN + tx // 128, 128)
 
     @T.macro
-    def softmax(acc_s, m, m_before, alpha, total, row_sum, factor):
+    def softmax(acc_s, m, m_before, alpha, total, row_sum, factor, grew):
         T.copy(m, m_before)
         T.reduce_max(acc_s, m, dim=1, clear=False)
+        grew[0] = 0
         for i in T.Parallel(rows):
-            alpha[i] = T.exp2(m_before[i] * factor - m[i] * factor)
+            grew[0] = T.max(grew[0], T.if_then_else(m[i] > m_before[i], 1, 0))
+        for i in T.Parallel(rows):
+            alpha[i] = T.exp2((m_before[i] - m[i]) * factor)
         for i, j in T.Parallel(rows, keys):
             acc_s[i, j] = T.exp2(acc_s[i, j] * factor - m[i] * factor)
         T.reduce_sum(acc_s, row_sum, dim=1)
@@ -297,16 +326,16 @@ def attend_func(v: Variant) -> Any:
             T.named_barrier_arrive(PING + 1 - tx // 128, 256)
 
     @T.macro
-    def write_part(part, acc_o, m, total, alpha, factor, OPart, Lse2Part):
+    def write_part(part, acc_o, m, total, alpha, factor, RowOf, OPart, Lse2Part):
         for i in T.Parallel(rows):
             alpha[i] = T.if_then_else(total[i] > 0, 1.0 / total[i], 0.0)
         for i in T.Parallel(rows):
-            if i < slots * group:
+            if RowOf[i] >= 0:
                 Lse2Part[part + i // group, i % group] = T.if_then_else(
                     total[i] > 0, m[i] * factor + T.log2(total[i]), -T.infinity(accum)
                 )
         for i, j in T.Parallel(rows, dim):
-            if i < slots * group:
+            if RowOf[i] >= 0:
                 OPart[part + i // group, i % group, j] = acc_o[i, j] * alpha[i]
 
     @T.macro
@@ -381,13 +410,15 @@ def attend_func(v: Variant) -> Any:
             start = T.alloc_fragment([rows], "int32")
             stop = T.alloc_fragment([rows], "int32")
             bounds = T.alloc_local([4], "int32")
+            grew = T.alloc_local([1], "int32")
+            ahead = T.alloc_local([2], "int32")
             entry = T.alloc_local([4 * boxes], "int32")
             coming = T.alloc_local([4 * boxes], "int32")
             limits = T.alloc_local([2], "int32")
             run = T.alloc_local([1], "int32")
             delta = T.alloc_local([1], "int32")
-            x = T.alloc_local([2 * width], dtype)
-            cs = T.alloc_local([2 * width], accum)
+            x = T.alloc_local([batch, 2 * width], dtype)
+            cs = T.alloc_local([batch, 2 * width], accum)
 
             tx = T.get_thread_binding()
             factor = cap2 if v.capped else scale2
@@ -413,48 +444,60 @@ def attend_func(v: Variant) -> Any:
                         T.named_barrier_arrive(PING, 256)
                 fetch(0, begin, count, Entries, entry, coming)
                 open_rows(tx, Works[work, WORK_TILE], TileRows, RowOf)
-                look(tx, entry[ENTRY_RUN], Positions, Step, Runs, Deltas, RowOf, Ends, delta)
+                clear_rows(tx, Qs)
+                foresee_run(entry[ENTRY_RUN], Runs, ahead)
+                foresee_delta(tx, Deltas, ahead, delta)
+                look(tx, Positions, Step, RowOf, Ends, delta)
                 turn(tx, head, Q, Rope, Qs, RowOf, Ends, x, cs)
                 hold(tx, Ends, ends, limits)
                 my_turn(tx)
                 T.mbarrier_wait_parity(k_ready[0], 0)
                 issue_scores(0, Qs, Ks, acc_s)
                 your_turn(tx)
+                if coming[ENTRY_RUN] != entry[ENTRY_RUN]:
+                    foresee_run(coming[ENTRY_RUN], Runs, ahead)
                 T.wait_wgmma(0)
                 T.mbarrier_arrive(k_free[0])
                 if v.capped:
                     squash(acc_s, scale2)
                 mask(entry, limits, ends, start, stop, acc_s, window)
-                softmax(acc_s, m, m_before, alpha, total, row_sum, factor)
+                softmax(acc_s, m, m_before, alpha, total, row_sum, factor, grew)
                 pack(acc_s, p0, p1)
+                if coming[ENTRY_RUN] != entry[ENTRY_RUN]:
+                    foresee_delta(tx, Deltas, ahead, delta)
                 clean(tx, 0, 0, entry, bounds, Vs, v_ready)
                 for k in T.serial(1, count):
                     run[0] = entry[ENTRY_RUN]
                     fetch(k, begin, count, Entries, entry, coming)
                     if entry[ENTRY_RUN] != run[0]:
-                        look(tx, entry[ENTRY_RUN], Positions, Step, Runs, Deltas, RowOf, Ends, delta)
+                        look(tx, Positions, Step, RowOf, Ends, delta)
                         if half > 0:
                             turn(tx, head, Q, Rope, Qs, RowOf, Ends, x, cs)
                         hold(tx, Ends, ends, limits)
                     my_turn(tx)
                     T.mbarrier_wait_parity(k_ready[k % stages], (k // stages) % 2)
                     issue_scores(k % stages, Qs, Ks, acc_s)
-                    for i, j in T.Parallel(rows, dim):
-                        acc_o[i, j] *= alpha[i]
+                    if T.any_sync(grew[0]) != 0:
+                        for i, j in T.Parallel(rows, dim):
+                            acc_o[i, j] *= alpha[i]
                     T.mbarrier_wait_parity(v_ready[(k - 1) % stages], ((k - 1) // stages) % 2)
                     issue_values((k - 1) % stages, p0, p1, Vs, acc_o)
                     your_turn(tx)
+                    if coming[ENTRY_RUN] != entry[ENTRY_RUN]:
+                        foresee_run(coming[ENTRY_RUN], Runs, ahead)
                     T.wait_wgmma(boxes)
                     T.mbarrier_arrive(k_free[k % stages])
                     if v.capped:
                         squash(acc_s, scale2)
                     mask(entry, limits, ends, start, stop, acc_s, window)
-                    softmax(acc_s, m, m_before, alpha, total, row_sum, factor)
+                    softmax(acc_s, m, m_before, alpha, total, row_sum, factor, grew)
                     for i in T.Parallel(rows):
                         Pin[i] = row_sum[i]
                     T.wait_wgmma(0)
                     T.mbarrier_arrive(v_free[(k - 1) % stages])
                     pack(acc_s, p0, p1)
+                    if coming[ENTRY_RUN] != entry[ENTRY_RUN]:
+                        foresee_delta(tx, Deltas, ahead, delta)
                     clean(tx, k % stages, (k // stages) % 2, entry, bounds, Vs, v_ready)
                 for i, j in T.Parallel(rows, dim):
                     acc_o[i, j] *= alpha[i]
@@ -463,7 +506,7 @@ def attend_func(v: Variant) -> Any:
                 T.wait_wgmma(0)
                 part = Works[work, WORK_PART]
                 if part >= 0:
-                    write_part(part, acc_o, m, total, alpha, factor, OPart, Lse2Part)
+                    write_part(part, acc_o, m, total, alpha, factor, RowOf, OPart, Lse2Part)
                 else:
                     write_out(
                         head, acc_o, m, total, alpha, row_sum, m_before, factor, Sinks2, RowOf, Out, Lse2

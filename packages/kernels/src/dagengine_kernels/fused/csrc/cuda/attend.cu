@@ -29,6 +29,8 @@ constexpr int STEPS_D = D / 16;
 constexpr int STEPS_K = KEYS / 16;
 constexpr int INVISIBLE = -2147483647 - 1;
 constexpr int LAST = 1, PARTIAL = 2;
+constexpr float NOTHING = -1e30f;                 // m of a row that has seen nothing
+constexpr float SLACK = 8.f;                     // weights reach 2^SLACK before the row is scaled anew
 #define MINUS_INF __int_as_float(0xff800000)
 
 struct alignas(64) TensorMap { char opaque[128]; };
@@ -99,9 +101,13 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 bar, 
         : "memory");
 }
 
-// Descriptors of 128-byte swizzled tiles: [half][key][64 columns].
-__device__ __forceinline__ u64 descriptor(u32 address, u32 leading_bytes) {
-    return (u64)((address & 0x3FFFF) >> 4) | ((u64)(leading_bytes >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+// Descriptors of 128-byte swizzled tiles, [half][key][64 columns]: the low word holds the address and the stride between
+// halves in units of 16 bytes, so that an offset is added to it; the high word the stride between 8 keys and the swizzle.
+__device__ __forceinline__ u32 describe(u32 address, u32 leading_bytes) { return address >> 4 | leading_bytes >> 4 << 16; }
+__device__ __forceinline__ u64 descriptor(u32 low) {
+    u64 r;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(r) : "r"(low), "r"(1u << 30 | 1024 >> 4));
+    return r;
 }
 
 #if HALF_FLOAT
@@ -301,7 +307,7 @@ struct Row {
     int head;            // query head within the group
     int position;        // view position
     int reach;           // the last stored position that it sees in the current run; -1: nothing
-    float m, l;
+    float m, l;          // the reference of the exponents, at most SLACK below the largest score so far; the sum
 };
 
 __device__ __forceinline__ Row make_row(const Params& p, int tile, int slab, int g, int which, int step) {
@@ -318,7 +324,7 @@ __device__ __forceinline__ Row make_row(const Params& p, int tile, int slab, int
     row.index = slot.x;
     row.position = slot.y + step;
     row.reach = -1;
-    row.m = MINUS_INF;
+    row.m = NOTHING;
     row.l = 0.f;
     return row;
 }
@@ -501,64 +507,67 @@ __device__ __forceinline__ void zero_outside(u32 v, const Box* boxes, int thread
     }
 }
 
-__device__ __forceinline__ void softmax(
+// Scores to weights. True (for the whole warp) if a row's m grew: o is then to be scaled by alpha.
+__device__ __forceinline__ bool softmax(
     const Params& p, float (&s)[S_REGS], Row& r0, Row& r1, float& alpha0, float& alpha1, float unit) {
 #if SOFTCAP
 #pragma unroll
     for (int i = 0; i < S_REGS; ++i) s[i] = s[i] == MINUS_INF ? MINUS_INF : tanh_fast(s[i] * p.score_scale);
 #endif
-    float top0 = MINUS_INF, top1 = MINUS_INF;
+    float top[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
-    for (int n = 0; n < S_REGS / 4; ++n) {
-        top0 = fmaxf(top0, fmaxf(s[4 * n], s[4 * n + 1]));
-        top1 = fmaxf(top1, fmaxf(s[4 * n + 2], s[4 * n + 3]));
-    }
-    top0 = quad_max(top0);
-    top1 = quad_max(top1);
-    const bool see0 = r0.reach >= 0, see1 = r1.reach >= 0;
-    const float m0 = see0 ? fmaxf(r0.m, top0) : r0.m, m1 = see1 ? fmaxf(r1.m, top1) : r1.m;
-    // A row that has seen nothing yet keeps m = -inf; it must not subtract it.
-    const float base0 = see0 ? (m0 == MINUS_INF ? 0.f : m0 * unit) : -MINUS_INF;
-    const float base1 = see1 ? (m1 == MINUS_INF ? 0.f : m1 * unit) : -MINUS_INF;
-    alpha0 = r0.m == m0 ? 1.f : exp2_fast((r0.m - m0) * unit);
-    alpha1 = r1.m == m1 ? 1.f : exp2_fast((r1.m - m1) * unit);
-    r0.m = m0;
-    r1.m = m1;
-    float sum0 = 0.f, sum1 = 0.f;
+    for (int n = 1; n < S_REGS / 4; ++n)
 #pragma unroll
-    for (int n = 0; n < S_REGS / 4; ++n) {
-        s[4 * n] = exp2_fast(fmaf(s[4 * n], unit, -base0));
-        s[4 * n + 1] = exp2_fast(fmaf(s[4 * n + 1], unit, -base0));
-        s[4 * n + 2] = exp2_fast(fmaf(s[4 * n + 2], unit, -base1));
-        s[4 * n + 3] = exp2_fast(fmaf(s[4 * n + 3], unit, -base1));
-        sum0 += s[4 * n] + s[4 * n + 1];
-        sum1 += s[4 * n + 2] + s[4 * n + 3];
+        for (int i = 0; i < 4; ++i) top[i] = fmaxf(top[i], s[4 * n + i]);
+    float top0 = fmaxf(top[0], top[1]), top1 = fmaxf(top[2], top[3]);
+    const float slack = SLACK / unit;
+    const bool grows = __any_sync(~0u, (r0.reach >= 0 && top0 > r0.m + slack) || (r1.reach >= 0 && top1 > r1.m + slack));
+    if (grows) {
+        top0 = quad_max(top0);
+        top1 = quad_max(top1);
+        const float m0 = r0.reach < 0 ? r0.m : fmaxf(r0.m, top0), m1 = r1.reach < 0 ? r1.m : fmaxf(r1.m, top1);
+        alpha0 = r0.m == m0 ? 1.f : exp2_fast((r0.m - m0) * unit);
+        alpha1 = r1.m == m1 ? 1.f : exp2_fast((r1.m - m1) * unit);
+        r0.m = m0;
+        r1.m = m1;
+        r0.l *= alpha0;
+        r1.l *= alpha1;
     }
-    r0.l = r0.l * alpha0 + sum0;
-    r1.l = r1.l * alpha1 + sum1;
+    const float base0 = r0.reach < 0 ? MINUS_INF : -r0.m * unit, base1 = r1.reach < 0 ? MINUS_INF : -r1.m * unit;
+    float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int n = 0; n < S_REGS / 4; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            s[4 * n + i] = exp2_fast(fmaf(s[4 * n + i], unit, i < 2 ? base0 : base1));
+            sum[i] += s[4 * n + i];
+        }
+    r0.l += sum[0] + sum[1];
+    r1.l += sum[2] + sum[3];
+    return grows;
 }
 
 __device__ __forceinline__ void rescale(float (&o)[O_REGS], float alpha0, float alpha1) {
-    if (__any_sync(~0u, alpha0 != 1.f || alpha1 != 1.f)) {
 #pragma unroll
-        for (int n = 0; n < D / 8; ++n) {
-            o[4 * n] *= alpha0;
-            o[4 * n + 1] *= alpha0;
-            o[4 * n + 2] *= alpha1;
-            o[4 * n + 3] *= alpha1;
-        }
+    for (int n = 0; n < D / 8; ++n) {
+        o[4 * n] *= alpha0;
+        o[4 * n + 1] *= alpha0;
+        o[4 * n + 2] *= alpha1;
+        o[4 * n + 3] *= alpha1;
     }
 }
 
 __device__ __forceinline__ void scores(float (&s)[S_REGS], const u32 (&a)[STEPS_D][4], u32 k) {
+    const u32 keys = describe(k, 16);
 #pragma unroll
     for (int j = 0; j < STEPS_D; ++j)
-        mma<0>(s, a[j], descriptor(k + (j / 4) * HALF_BYTES + (j % 4) * 32, 16), j != 0);
+        mma<0>(s, a[j], descriptor(keys + (j / 4) * (HALF_BYTES >> 4) + (j % 4) * 2), j != 0);
 }
 
 __device__ __forceinline__ void weighted(float (&o)[O_REGS], const u32 (&a)[STEPS_K][4], u32 v) {
+    const u32 values = describe(v, HALF_BYTES);
 #pragma unroll
-    for (int j = 0; j < STEPS_K; ++j) mma<1>(o, a[j], descriptor(v + j * 2048, HALF_BYTES), 1);
+    for (int j = 0; j < STEPS_K; ++j) mma<1>(o, a[j], descriptor(values + j * 128), 1);
 }
 
 // V of a tile is in shared memory, and nothing of it that is outside the slices.
@@ -619,7 +628,8 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
     const int end_work = p.work_indptr[worker + 1];
     for (int w = p.work_indptr[worker]; w < end_work; ++w) {
         const Work work = p.works[w];
-        Row r0 = make_row(p, work.tile, slab, g, 0, step), r1 = make_row(p, work.tile, slab, g, 1, step);
+        Row r0 = make_row(p, work.tile, slab, g, 0, step), r1 = r0;
+        if (PAIRED) ++r1.head; else r1 = make_row(p, work.tile, slab, g, 1, step);
         unrotated.load(p, r0, 0, work.head, t);
         unrotated.load(p, r1, 1, work.head, t);
         u32 a[STEPS_D][4];
@@ -661,26 +671,29 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
         Ring behind = ring;
         ring.next();
 
+        bool known = false;   // the next tile's K is known to be there
         while (!(header.flags & LAST)) {
             receive_v<GROUP_INDEX>(sh, behind, header.flags, thread);
-            barrier_wait(sh.k_full(ring.stage), ring.parity);
+            if (!known) barrier_wait(sh.k_full(ring.stage), ring.parity);
             header = sh.headers[ring.stage];
             Ring next = ring;
             next.next();
+            known = false;
             hold(o);
-            mma_fence();
             if (header.run == run) {
+                mma_fence();
                 scores(s, a, sh.k(ring.stage));
                 mma_commit();
                 weighted(o, weights, sh.v(behind.stage));
                 mma_commit();
                 if (header.flags & LAST) {
                     if (w + 1 < end_work) prefetch_work(p, p.works[w + 1], slab, g, t, step);
-                } else if (barrier_done(sh.k_full(next.stage), next.parity)) {
+                } else if (__all_sync(~0u, barrier_done(sh.k_full(next.stage), next.parity))) {
+                    known = true;
                     const int coming = sh.headers[next.stage].run;
                     if (coming != run) {   // look its positions up, and have its rotations near, while the products run
                         ahead = coming;
-                        const int2 found = p.runs[coming];
+                        const int2 found = p.runs[ahead];
                         ahead0 = reach_of(p, r0, found);
                         ahead1 = PAIRED ? ahead0 : reach_of(p, r1, found);
                         prefetch_turn(p, ahead0, t);
@@ -689,6 +702,7 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
                 }
                 mma_wait<1>();
             } else {   // q turns while the products of the tile before run
+                mma_fence();
                 weighted(o, weights, sh.v(behind.stage));
                 mma_commit();
                 run = header.run;
@@ -698,7 +712,7 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
                     ahead1 = PAIRED ? ahead0 : reach_of(p, r1, found);
                 }
                 r0.reach = ahead0;
-                r1.reach = ahead1;
+                r1.reach = PAIRED ? ahead0 : ahead1;
                 turn_rows(p, a, unrotated, r0, r1, t);
                 idle = none_visible(r0, r1);
                 mma_fence();
@@ -707,15 +721,16 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
                 mma_wait<0>();
             }
             hold(s);
+            bool grows = false;
             if (!idle) mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, t);
             __syncwarp();
             if (lane == 0) barrier_arrive(sh.k_empty(ring.stage));
-            if (!idle) softmax(p, s, r0, r1, alpha0, alpha1, unit);
+            if (!idle) grows = softmax(p, s, r0, r1, alpha0, alpha1, unit);
             mma_wait<0>();
             hold(o);
             if (lane == 0) barrier_arrive(sh.v_empty(behind.stage));
             pack_weights(weights, s, idle);
-            if (!idle) rescale(o, alpha0, alpha1);
+            if (grows) rescale(o, alpha0, alpha1);
             behind = ring;
             ring = next;
         }
