@@ -5,6 +5,7 @@ Knows which implementations there are and what each says of itself. They are imp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
@@ -118,13 +119,22 @@ class FusedBackend(AttentionBackend):
         *,
         device: torch.device | str,
         dtype: torch.dtype,
+        reserve: Sequence[Sequence[int]] | None = None,
     ) -> FusedPlan:
+        """As `AttentionBackend.plan`.
+
+        Args:
+            reserve: per sequence the pages that its own tokens will grow into, for a plan that `advance` takes from
+                decode step to decode step; rotary tables must then reach as far as the rows will.
+        """
         device = self._check_plan(table, shape, rotary, device, dtype)
         refusal: KernelError | None = None
         for executor in self._able(device):
             try:
                 executor.capabilities.check(f"{self.name}-{executor.name}", table, shape, device.type, dtype)
-                arrays = planner.plan_table(table, executor.parameters(table, shape, device))
+                if reserve is not None and not executor.advances:
+                    raise KernelError(UNSUPPORTED, f"{executor.name!r} plans every step anew", "reserve")
+                arrays = planner.plan_table(table, executor.parameters(table, shape, device), reserve=reserve)
                 plan = FusedPlan(self.name, table, shape, rotary, device, dtype, arrays, executor.name)
                 executor.load(plan)
             except KernelError as error:
@@ -158,6 +168,14 @@ class FusedBackend(AttentionBackend):
             return out
         assert lse2 is not None
         return out, lse2
+
+    def advance(self, plan: FusedPlan) -> None:
+        """Make a plan with reserved pages that of the next decode step: can be captured in a CUDA graph.
+
+        Every sequence of one row that has room has one token more, at the end of its own; every row is one position on.
+        Raises: KernelError (capability_missing) where the implementation plans every step anew.
+        """
+        self._executors[plan.executor].advance(plan)
 
     def _able(self, device: torch.device) -> list[Executor]:
         """The implementations to try on a device, at least one. Raises: KernelError (capability_missing)."""

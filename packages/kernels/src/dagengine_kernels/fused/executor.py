@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dagengine_kernels.backend import AttentionShape, Capabilities, Plan
+from dagengine_kernels.errors import UNSUPPORTED, KernelError
 from dagengine_kernels.fused.plan import PlanArrays, PlanParameters
 from dagengine_kernels.segments import SegmentTable
 
@@ -34,6 +35,8 @@ class Executor(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+    advances: ClassVar[bool] = False
+    """Whether `advance` works."""
 
     @classmethod
     @abstractmethod
@@ -53,6 +56,15 @@ class Executor(ABC):
         self, plan: FusedPlan, q: Tensor, kv_layer: Tensor, *, sinks: Tensor | None, return_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         """out [T, Hq, D] in q's dtype and, if asked for, lse2 [T, Hq] float32; as `AttentionBackend.run` says."""
+
+    def advance(self, plan: FusedPlan) -> None:
+        """Make a plan with reserved pages the plan of the next decode step, without the host: one token more for every
+        sequence that has a tail, every row one position on.
+
+        Raises: KernelError (capability_missing) where the implementation plans every step anew.
+        """
+        message = f"{self.name!r} plans every step anew"
+        raise KernelError(UNSUPPORTED, message, "reserve")
 
     def temp_bytes(self, plan: FusedPlan) -> int:
         """Bytes of scratch (partials and the like) that `run` uses for this plan."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from dagengine_kernels.backend import AttentionShape, Capabilities
 from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
 from dagengine_kernels.fused.cuda import driver
+from dagengine_kernels.fused.cuda.advance import advance
 from dagengine_kernels.fused.cuda.merge import MergeLists, merge_parts
 from dagengine_kernels.fused.executor import Executor, FusedPlan
 from dagengine_kernels.fused.plan import ENTRY_RUN, WORK_BEGIN, PlanArrays, PlanClass, PlanParameters
@@ -131,6 +132,7 @@ class CudaExecutor(Executor):
         in_place=True,
     )
     implementation: ClassVar[str] = "fused-cuda-sm90"
+    advances: ClassVar[bool] = True
 
     def __init__(self, keys: int | None = None) -> None:
         if keys not in (None, 64, 128):
@@ -178,6 +180,7 @@ class CudaExecutor(Executor):
         host = _Upload()
         names = ["entries", "runs", "deltas", "merge_rows", "merge_indptr", "merge_parts"]
         places = {name: host.add(getattr(arrays, name)) for name in names}
+        places["tails"] = host.add(arrays.tails)
         places["step"] = host.add(np.zeros(1, np.int32))
         of_class = [
             {
@@ -246,6 +249,14 @@ class CudaExecutor(Executor):
                 loaded["merge"], loaded["o_part"], loaded["lse2_part"], out, lse2, sinks, stream=stream
             )
         return out, lse2
+
+    def advance(self, plan: FusedPlan) -> None:
+        ints, places, arrays = plan.loaded["ints"], plan.loaded["places"], plan.arrays
+        entries, tails, step = (
+            ints[places[name] : places[name] + size]
+            for name, size in (("entries", arrays.entries.size), ("tails", arrays.tails.size), ("step", 1))
+        )
+        advance(entries.view(-1, 4), tails.view(-1, 2), step, plan.table.page_size)
 
     def temp_bytes(self, plan: FusedPlan) -> int:
         return plan.loaded["o_part"].nbytes + plan.loaded["lse2_part"].nbytes

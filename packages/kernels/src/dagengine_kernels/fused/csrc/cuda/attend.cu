@@ -11,8 +11,7 @@
 // (fp16 instead of bf16), ROTARY_DIM (0: none; a multiple of 16), INTERLEAVED 0|1, SOFTCAP 0|1, WINDOW 0|1.
 // Knows no requests; positions only as the integers of the plan.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "hopper.cuh"
 
 constexpr int D = HEAD_DIM;
 constexpr int KEYS = PAGE * BOXES;
@@ -31,9 +30,6 @@ constexpr int INVISIBLE = -2147483647 - 1;
 constexpr int LAST = 1, PARTIAL = 2;
 constexpr float NOTHING = -1e30f;                 // m of a row that has seen nothing
 constexpr float SLACK = 8.f;                     // weights reach 2^SLACK before the row is scaled anew
-#define MINUS_INF __int_as_float(0xff800000)
-
-struct alignas(64) TensorMap { char opaque[128]; };
 
 // A work of the plan and the run that its first tile belongs to, so that q is turned while that tile is on its way.
 struct alignas(16) Work { int tile, head, begin, end, part, run, delta, vec; };
@@ -70,118 +66,6 @@ constexpr int SMEM_K = 0, SMEM_V = RING_BYTES, SMEM_META = 2 * RING_BYTES;
 constexpr int SMEM_BARRIERS = (SMEM_META + META_BYTES + 15) / 16 * 16;
 constexpr int SMEM_Q = (SMEM_BARRIERS + 4 * STAGES * 8 + 1023) / 1024 * 1024;
 constexpr int SMEM_STREAM = SMEM_Q + ROWS * D * 2;
-
-__device__ __forceinline__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
-}
-__device__ __forceinline__ void barrier_arrive(u32 bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra wait;\n}\n" ::"r"(bar), "r"(parity) : "memory");
-}
-__device__ __forceinline__ bool barrier_done(u32 bar, u32 parity) {
-    u32 done;
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(done) : "r"(bar), "r"(parity) : "memory");
-    return done;
-}
-__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 bar, int column, int head, int page) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(0), "r"(head), "r"(page)
-        : "memory");
-}
-
-// Descriptors of 128-byte swizzled tiles, [half][key][64 columns]: the low word holds the address and the stride between
-// halves in units of 16 bytes, so that an offset is added to it; the high word the stride between 8 keys and the swizzle.
-__device__ __forceinline__ u32 describe(u32 address, u32 leading_bytes) { return address >> 4 | leading_bytes >> 4 << 16; }
-__device__ __forceinline__ u64 descriptor(u32 low) {
-    u64 r;
-    asm("mov.b64 %0, {%1, %2};" : "=l"(r) : "r"(low), "r"(1u << 30 | 1024 >> 4));
-    return r;
-}
-
-#if HALF_FLOAT
-#define OPERANDS "f16.f16"
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-__device__ __forceinline__ float2 unpack(u32 x) {
-    float2 r;
-    asm("{\n.reg .f16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}" : "=f"(r.x), "=f"(r.y) : "r"(x));
-    return r;
-}
-#else
-#define OPERANDS "bf16.bf16"
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-__device__ __forceinline__ float2 unpack(u32 x) {
-    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
-}
-#endif
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-__device__ __forceinline__ float tanh_fast(float x) {   // tanh.approx is wrong by up to 5e-4, too much times a cap of 50
-    float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + exp2_fast(2.885390082f * x)));
-    return 1.f - 2.f * r;
-}
-
-__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void mma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-template <int N>
-__device__ __forceinline__ void hold(float (&x)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
-}
-
-#define F8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-
-// d[64, N] (+)= a[64, 16] b[16, N]: a in registers, b in shared memory. TRANSPOSED: b is stored with N contiguous.
-template <int TRANSPOSED>
-__device__ __forceinline__ void mma(float (&d)[32], const u32 (&a)[4], u64 b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." OPERANDS
-        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-        " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31},"
-        " {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}\n"
-        : F8(d, 0), F8(d, 8), F8(d, 16), F8(d, 24)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSED));
-}
-template <int TRANSPOSED>
-__device__ __forceinline__ void mma(float (&d)[64], const u32 (&a)[4], u64 b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." OPERANDS
-        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-        " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-        " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-        " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63},"
-        " {%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}\n"
-        : F8(d, 0), F8(d, 8), F8(d, 16), F8(d, 24), F8(d, 32), F8(d, 40), F8(d, 48), F8(d, 56)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSED));
-}
 
 // The ring position: stage and the parity of its current phase.
 struct Ring {
@@ -284,143 +168,7 @@ __device__ __forceinline__ void group_sync() {
     asm volatile("bar.sync %0, 128;" ::"n"(GROUP_INDEX + 1) : "memory");
 }
 
-// A 4 x 4 transposition of words among the four lanes of a quad: lane t's x[k] becomes lane k's x[t].
-__device__ __forceinline__ void quad_transpose(u32 (&x)[4], int t) {
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        const u32 got = __shfl_xor_sync(~0u, t & 1 ? x[i] : x[i + 1], 1);
-        if (t & 1) x[i] = got; else x[i + 1] = got;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const u32 got = __shfl_xor_sync(~0u, t & 2 ? x[i] : x[i + 2], 2);
-        if (t & 2) x[i] = got; else x[i + 2] = got;
-    }
-}
-
-// One of the two rows of a thread, 16-row slab `slab` of the query tile, `g` and g + 8 in it. With PAIRED both are of one
-// slot, so that they turn by the same cos and sin.
-constexpr bool PAIRED = GROUP == 2 || GROUP == 4 || GROUP == 8;
-struct Row {
-    int index;           // row of the table, -1 for padding
-    int slot;
-    int head;            // query head within the group
-    int position;        // view position
-    int reach;           // the last stored position that it sees in the current run; -1: nothing
-    float m, l;          // the reference of the exponents, at most SLACK below the largest score so far; the sum
-};
-
-__device__ __forceinline__ Row make_row(const Params& p, int tile, int slab, int g, int which, int step) {
-    Row row;
-    if (PAIRED) {
-        constexpr int HALF_GROUP = GROUP > 1 ? GROUP / 2 : 1;
-        row.slot = slab * (16 / GROUP) + g / HALF_GROUP;
-        row.head = g % HALF_GROUP * 2 + which;
-    } else {
-        row.slot = (slab * 16 + g + 8 * which) / GROUP;
-        row.head = (slab * 16 + g + 8 * which) % GROUP;
-    }
-    const int2 slot = row.slot < SLOTS ? p.slots[tile * SLOTS + row.slot] : make_int2(-1, 0);
-    row.index = slot.x;
-    row.position = slot.y + step;
-    row.reach = -1;
-    row.m = NOTHING;
-    row.l = 0.f;
-    return row;
-}
-
-__device__ __forceinline__ const char* query_of(const Params& p, const Row& row, int kv_head) {
-    return (const char*)p.q + ((long long)row.index * p.num_kv_heads * GROUP + kv_head * GROUP + row.head) * (D * 2);
-}
-
-// The unrotated q of a thread's two rows, in shared memory as its A fragments: [row][D / 32][thread] of 16 bytes.
-struct Unrotated {
-    u32 base;
-    __device__ __forceinline__ void load(const Params& p, const Row& row, int which, int kv_head, int t) const {
-#pragma unroll
-        for (int i = 0; i < D / 32; ++i) {
-            uint4 x = make_uint4(0, 0, 0, 0);
-            if (row.index >= 0) x = *(const uint4*)(query_of(p, row, kv_head) + 16 * (4 * i + t));
-            u32 words[4] = {x.x, x.y, x.z, x.w};
-            quad_transpose(words, t);
-            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(base + (which * (D / 32) + i) * 2048),
-                         "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-                         : "memory");
-        }
-    }
-    __device__ __forceinline__ void get(u32 (&x)[D / 8], int which) const {
-#pragma unroll
-        for (int i = 0; i < D / 32; ++i)
-            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(x[4 * i]), "=r"(x[4 * i + 1]), "=r"(x[4 * i + 2]), "=r"(x[4 * i + 3])
-                         : "r"(base + (which * (D / 32) + i) * 2048));
-    }
-};
-
-#if ROTARY_DIM > 0
-// cos and sin of the columns of block b (8 columns, of which a thread has 2) at a position.
-#if INTERLEAVED
-typedef float2 Angles;
-constexpr int ANGLE_BLOCKS = ROTARY_DIM / 8;
-__device__ __forceinline__ Angles angles(const float* table, int b, int t) { return *(const float2*)(table + 8 * b + 2 * t); }
-__device__ __forceinline__ void turn_block(u32 (&a)[STEPS_D][4], const u32 (&x)[D / 8], int which, int b, Angles cs) {
-    const float2 v = unpack(x[b]);
-    a[b / 2][(b & 1) * 2 + which] = pack(v.x * cs.x - v.y * cs.y, v.y * cs.x + v.x * cs.y);
-}
-#else
-typedef float4 Angles;
-constexpr int ANGLE_BLOCKS = ROTARY_DIM / 16;
-__device__ __forceinline__ Angles angles(const float* table, int b, int t) { return *(const float4*)(table + 16 * b + 4 * t); }
-__device__ __forceinline__ void turn_block(u32 (&a)[STEPS_D][4], const u32 (&x)[D / 8], int which, int b, Angles cs) {
-    const int c = b + ANGLE_BLOCKS;
-    const float2 v = unpack(x[b]), w = unpack(x[c]);
-    a[b / 2][(b & 1) * 2 + which] = pack(v.x * cs.x - w.x * cs.y, v.y * cs.z - w.y * cs.w);
-    a[c / 2][(c & 1) * 2 + which] = pack(w.x * cs.x + v.x * cs.y, w.y * cs.z + v.y * cs.w);
-}
-#endif
-__device__ __forceinline__ const float* rotation(const Params& p, int reach) {
-    return p.rotary + (long long)min(reach, p.rotary_length - 1) * ROTARY_DIM;
-}
-#endif
-
-// Turn a thread's rows to where they are in the current run, into the A fragments.
-__device__ __forceinline__ void turn_rows(
-    const Params& p, u32 (&a)[STEPS_D][4], const Unrotated& from, const Row& r0, const Row& r1, int t) {
-    if (r0.reach < 0 && r1.reach < 0) return;
-    u32 x0[D / 8], x1[D / 8];
-    from.get(x0, 0);
-    from.get(x1, 1);
-#if ROTARY_DIM > 0
-    const float* at0 = rotation(p, max(r0.reach, 0));
-    const float* at1 = PAIRED ? at0 : rotation(p, max(r1.reach, 0));
-#pragma unroll
-    for (int b = 0; b < ANGLE_BLOCKS; ++b) {
-        const Angles cs = angles(at0, b, t);
-        turn_block(a, x0, 0, b, cs);
-        turn_block(a, x1, 1, b, PAIRED ? cs : angles(at1, b, t));
-    }
-#endif
-#pragma unroll
-    for (int b = ROTARY_DIM / 8; b < D / 8; ++b) {
-        a[b / 2][(b & 1) * 2] = x0[b];
-        a[b / 2][(b & 1) * 2 + 1] = x1[b];
-    }
-}
-
-// The last stored position that a row sees in a run; -1 if it sees nothing of it.
-__device__ __forceinline__ int reach_of(const Params& p, const Row& row, int2 run) {
-    if (row.index < 0) return -1;
-    const int delta = run.y < 0 ? run.x : p.deltas[run.y + row.slot];
-    return delta == INVISIBLE ? -1 : max(row.position - delta, -1);
-}
-
-__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L1 [%0];" ::"l"(at)); }
-
-__device__ __forceinline__ void prefetch_turn(const Params& p, int reach, int t) {
-#if ROTARY_DIM > 0
-    if (reach >= 0 && t * 128 < ROTARY_DIM * 4) prefetch((const char*)rotation(p, reach) + t * 128);
-#endif
-}
+#include "attend_query.cuh"
 
 __device__ __forceinline__ void mask(
     float (&s)[S_REGS], const Params& p, const Box* boxes, int reach0, int reach1, int t) {
