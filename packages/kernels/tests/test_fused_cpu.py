@@ -77,10 +77,10 @@ def test_random_batches_match_the_definition(seed, isa):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("options", [{}, {"window": 700, "softcap": 3.0, "sinks": True}], ids=["", "all"])
+@pytest.mark.parametrize("options", [{}, {"window": 1800, "softcap": 3.0, "sinks": True}], ids=["", "all"])
 @pytest.mark.parametrize("rows", [1, 90])
 def test_shared_reads_match_the_reference(isa, options, rows):
-    case = many_readers(rows=rows, num_readers=7 if rows == 1 else 2, **options)
+    case = many_readers(tokens=2500, rows=rows, num_readers=7 if rows == 1 else 2, **options)
     _, want, want_lse2 = attend(get_backend("reference"), case)
     for dtype, bar in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3), (torch.float16, 1e-3)):
         plan, out, lse2 = attend(fused(isa), case, dtype)
