@@ -22,6 +22,7 @@ from typing import Any
 
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
+from tvm import tirx
 
 from dagengine_kernels.fused.plan import (
     ENTRY_PAGE,
@@ -72,7 +73,7 @@ def attend_func(v: Variant) -> Any:
     items = dim // (2 * width)
     turned_items = half // width
     abreast = 128 // items
-    batch = min(2, 64 // abreast)
+    batch = 1 if keys * dim > 8192 else 2
     chunk_rows = 128 // (dim // 8)
     consumer_threads = 128 * consumers
     policy = T.GemmWarpPolicy.FullRow
@@ -156,14 +157,17 @@ def attend_func(v: Variant) -> Any:
         for e in T.unroll(width):
             first = T.cast(x[n, 2 * e if v.interleaved else e], accum)
             second = T.cast(x[n, 2 * e + 1 if v.interleaved else width + e], accum)
-            x[n, 2 * e if v.interleaved else e] = T.cast(first * cs[n, 2 * e] - second * cs[n, 2 * e + 1], dtype)
+            x[n, 2 * e if v.interleaved else e] = T.cast(
+                first * cs[n, 2 * e] - second * cs[n, 2 * e + 1], dtype
+            )
             x[n, 2 * e + 1 if v.interleaved else width + e] = T.cast(
                 second * cs[n, 2 * e] + first * cs[n, 2 * e + 1], dtype
             )
 
-    def shows(RowOf, Ends, m):
-        """Not negative if row m sees something; without positions every row is placed once, whatever it sees."""
-        return T.min(RowOf[m], Ends[m]) if half else RowOf[m]
+    def shows(RowOf, Ends, base):
+        """Whether one of a batch of rows sees something of the run. Without positions each row is placed, once."""
+        batched = [base + n * abreast for n in range(batch)]
+        return tirx.any(*[tirx.all(RowOf[m] >= 0, Ends[m] >= 0) if half else RowOf[m] >= 0 for m in batched])
 
     @T.macro
     def place(tx, turns, a_at, b_at, head, Q, Rope, Qs, RowOf, Ends, x, cs):
@@ -173,8 +177,7 @@ def attend_func(v: Variant) -> Any:
         """
         for p in T.unroll(64 // abreast // batch):
             base = tx // 128 * 64 + p * batch * abreast + tx % 128 // items
-            seen = T.max(shows(RowOf, Ends, base), shows(RowOf, Ends, base + (batch - 1) * abreast)) >= 0
-            if seen:
+            if shows(RowOf, Ends, base):
                 for n in T.unroll(batch):
                     m = base + n * abreast
                     for e in T.vectorized(width):
