@@ -17,10 +17,11 @@ template <typename T>
 using In = py::array_t<T, py::array::c_style>;
 
 // A vector of structs of `columns` ints as an array [n, columns] that owns it; columns 0: of ints, [n].
-template <typename T>
-py::array give(std::vector<T>&& values, py::ssize_t columns = 0) {
-    auto owned = new std::vector<T>(std::move(values));
-    py::capsule owner(owned, [](void* pointer) { delete static_cast<std::vector<T>*>(pointer); });
+template <typename T, typename Allocator>
+py::array give(std::vector<T, Allocator>&& values, py::ssize_t columns = 0) {
+    using Values = std::vector<T, Allocator>;
+    auto owned = new Values(std::move(values));
+    py::capsule owner(owned, [](void* pointer) { delete static_cast<Values*>(pointer); });
     auto* data = reinterpret_cast<int32_t*>(owned->data());
     const auto ints = static_cast<py::ssize_t>(owned->size() * sizeof(T) / sizeof(int32_t));
     if (!columns) return py::array_t<int32_t>({ints}, data, owner);

@@ -16,6 +16,7 @@ namespace {
 constexpr int32_t INVISIBLE = INT32_MIN;
 constexpr int64_t MIN_GAIN = 64;
 constexpr int64_t MIN_GAIN_SHARE = 8;
+constexpr int64_t LANES = 4;  // vectors of deltas are multiples of this
 
 struct Tile {
     int32_t height;
@@ -23,29 +24,51 @@ struct Tile {
     int64_t begin, end;           // KV tiles
     bool masked;                  // whether `masks` of the runs are to be looked at
     int64_t walk;                 // where the walk begins that it is of
+    int64_t read;                 // pages
 };
 
 struct Cluster {
     int64_t first, last;  // into cluster_units
     int64_t union_tokens, rows;
+    int64_t head_tokens;  // of the union of those that were chosen first, as far as the lowest tile holds them
+};
+
+struct Candidate {
+    int64_t length;
+    int32_t unit, size;
+};
+
+// What a tile's slots see of a range: a vector of deltas, INVISIBLE where they do not. The k-th time that a unit sees
+// the range is in layer k, each a sight of its own.
+struct Sight {
+    int32_t range, layer;
+    int32_t deeper;  // the sight of the next layer, or -1
+};
+
+struct Local {
+    uint32_t stamp;
+    int32_t sight;
 };
 
 // Part of a group's walk.
 struct Stretch {
     int32_t group, layer, track, start, stop;
-
-    Stretch() = default;
-    Stretch(int32_t group, int32_t layer, const Range& range)
-        : group(group), layer(layer), track(range.track), start(range.start), stop(range.stop) {}
 };
 
 struct Group {
-    int64_t vector;  // into the vectors of the tile
     uint64_t hash;
+    int32_t sight;      // one that has its vector
     int32_t tail = -1;  // its growing tail's stretch, or -1
     int32_t count = 0;
 
-    Group(int64_t vector, uint64_t hash) : vector(vector), hash(hash) {}
+    Group(uint64_t hash, int32_t sight) : hash(hash), sight(sight) {}
+};
+
+// A work that leaves a partial result.
+struct Cut {
+    int64_t item;
+    int32_t part;
+    int32_t mask;  // into cut_masks: the slots that see something there; -1: all of them
 };
 
 int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
@@ -60,20 +83,26 @@ class Planner {
         slots.clear();
         for (int64_t height : parameters.heights) slots.push_back(height / parameters.group);
         words = up(slots.back(), 64);
+        page_shift = -1;
+        for (int shift = 0; shift < 15; ++shift)
+            if (batch.page_size == int64_t{1} << shift) page_shift = shift;
+        hash_keys(up(slots.back(), LANES) * LANES / 2);
         out = Plan{};
         out.entries.reserve(usual_entries);
         out.runs.reserve(usual_runs);
+        out.deltas.reserve(usual_deltas);
         out.tails.assign(batch.sequences, Tail{-1, 0});
         in.find(batch, parameters.window, reserve, slots.back());
         range_stamp.assign(in.ranges.size(), 0);
+        local.assign(in.ranges.size(), Local{0, 0});
         stamp = 0;
         gain.assign(in.units.size(), 0);
-        slot_of.assign(in.units.size(), -1);
         pack();
         assemble();
         out.tokens_unique = in.tokens_unique(batch);
         usual_entries = out.entries.size() + out.entries.size() / 8;
         usual_runs = out.runs.size() + out.runs.size() / 8;
+        usual_deltas = out.deltas.size() + out.deltas.size() / 8;
         return std::move(out);
     }
 
@@ -83,79 +112,106 @@ class Planner {
     Reserve reserve;
     Plan out;
     std::vector<int64_t> slots;
-    size_t usual_entries = 0, usual_runs = 0;
+    size_t usual_entries = 0, usual_runs = 0, usual_deltas = 0;
     int64_t words = 0;  // 64-bit words of a mask of slots
+    int page_shift = -1;  // of a page size that is a power of two
 
     Ranges in;
     std::vector<int64_t> gain;
-    Ints cluster_units, left, tile_units;
+    Ints cluster_units, tile_units;
+    std::vector<Candidate> left;
     std::vector<Cluster> clusters, split;
     std::vector<uint32_t> range_stamp;
     uint32_t stamp = 0;
 
     std::vector<Tile> tiles;
     Ints tile_rows;
-    Ints tile_run;                // run of each KV tile
-    std::vector<uint64_t> masks;  // slots that see a run, `words` per run
+    Buffer<uint64_t> masks;  // slots that see a run, `words` per run
 
-    Ints slot_of, vectors, layered, table;
-    std::vector<Stretch> stretches, sorted;
+    // Of the tile that is being written. A vector has `width` deltas, the last ones beyond the tile's rows.
+    std::vector<Local> local;  // range -> its sight in layer 0
+    Buffer<Sight> sights;
+    Buffer<int32_t> vectors;        // by sight
+    Buffer<uint64_t> sight_masks;   // by sight
+    int64_t width = 0;
+    std::vector<uint64_t> keys;  // odd, of each two deltas
+    Ints table;                  // groups by hash
+    Buffer<Stretch> stretches, sorted;
     std::vector<Group> groups;
 
-    Ints first, next, count, order, keys;
-    std::vector<const Tile*> tiles_of_height;
+    Ints next, order, distinct;
     std::vector<Item> items;
-    std::vector<int64_t> turns;      // cost of the changes of run up to each KV tile
-    std::vector<Piece> shares;
+    std::vector<int64_t> turns;  // cost of the changes of run up to each KV tile
+    std::vector<int64_t> flat;   // no such costs
+    Buffer<Piece> shares;
+    Ints tile_of, slot_of;       // by row of the batch
+    std::vector<Cut> cuts;
+    Buffer<Cut> sorted_cuts;  // by item
+    std::vector<uint64_t> cut_masks;
 
     // Greedy clusters of `chosen` units, appended to `made`; their units go to cluster_units.
     void cluster(const int32_t* chosen, int64_t count, int64_t cap, std::vector<Cluster>& made) {
-        left.assign(chosen, chosen + count);
-        std::sort(left.begin(), left.end(), [&](int32_t a, int32_t b) {
-            return in.units[a].length != in.units[b].length ? in.units[a].length > in.units[b].length : a < b;
+        left.resize(count);
+        for (int64_t i = 0; i < count; ++i) {
+            const Unit& unit = in.units[chosen[i]];
+            left[i] = {unit.length, chosen[i], static_cast<int32_t>(unit.size)};
+        }
+        std::sort(left.begin(), left.end(), [&](const Candidate& a, const Candidate& b) {
+            return a.length != b.length ? a.length > b.length : a.unit < b.unit;
         });
         while (!left.empty()) {
             ++stamp;
-            for (int32_t u : left) gain[u] = 0;
-            const auto begin = static_cast<int64_t>(cluster_units.size());
-            int64_t free = cap, covered = 0;
+            for (const Candidate& one : left) gain[one.unit] = 0;
+            Cluster one{static_cast<int64_t>(cluster_units.size()), 0, 0, 0, 0};
+            bool head = true;
             size_t best = 0;
             while (best < left.size()) {
-                const int32_t u = left[best];
+                const Candidate chosen_now = left[best];
                 left.erase(left.begin() + best);
-                cluster_units.push_back(u);
-                free -= in.units[u].size;
-                for (int64_t i = in.units[u].first_piece; i < in.units[u].last_piece; ++i)
-                    for (int32_t r = in.seen[i].first_range; r < in.seen[i].last_range; ++r) {
-                        if (range_stamp[r] == stamp) continue;
-                        range_stamp[r] = stamp;
-                        const Range& range = in.ranges[r];
-                        const int32_t length = range.stop - range.start;
-                        covered += length;
-                        if (left.empty()) continue;
-                        for (int32_t m = range.first_member; m < range.last_member; ++m)
-                            gain[in.members[m].unit] += length;
-                    }
+                cluster_units.push_back(chosen_now.unit);
+                one.rows += chosen_now.size;
+                head = head && one.rows <= slots.front();
+                one.union_tokens += cover(chosen_now.unit, !left.empty());
+                if (head) one.head_tokens = one.union_tokens;
                 best = left.size();
-                if (!free) break;
+                if (one.rows == cap) break;
+                int64_t most = -1;
                 for (size_t i = 0; i < left.size(); ++i) {
-                    const int32_t v = left[i];
-                    if (in.units[v].size > free || gain[v] < MIN_GAIN || gain[v] * MIN_GAIN_SHARE < in.units[v].length)
+                    const Candidate& other = left[i];
+                    const int64_t tokens = gain[other.unit];
+                    if (tokens < most || other.size > cap - one.rows || tokens < MIN_GAIN ||
+                        tokens * MIN_GAIN_SHARE < other.length)
                         continue;
-                    if (best == left.size() || gain[v] > gain[left[best]] ||
-                        (gain[v] == gain[left[best]] && v < left[best]))
-                        best = i;
+                    if (tokens == most && other.unit > left[best].unit) continue;
+                    most = tokens;
+                    best = i;
                 }
             }
-            std::sort(cluster_units.begin() + begin, cluster_units.end());
-            made.push_back({begin, static_cast<int64_t>(cluster_units.size()), covered, cap - free});
+            one.last = static_cast<int64_t>(cluster_units.size());
+            std::sort(cluster_units.begin() + one.first, cluster_units.end());
+            made.push_back(one);
         }
+    }
+
+    // Tokens that a unit sees and that are not covered yet. They now are, which others gain from.
+    int64_t cover(int32_t unit, bool others) {
+        int64_t tokens = 0;
+        for (int64_t i = in.units[unit].first_piece; i < in.units[unit].last_piece; ++i)
+            for (int32_t r = in.seen[i].first_range; r < in.seen[i].last_range; ++r) {
+                if (range_stamp[r] == stamp) continue;
+                range_stamp[r] = stamp;
+                const Range& range = in.ranges[r];
+                const int64_t length = range.stop - range.start;
+                tokens += length;
+                if (!others) continue;
+                for (int32_t m = range.first_member; m < range.last_member; ++m) gain[in.members[m]] += length;
+            }
+        return tokens;
     }
 
     void pack() {
         tiles.clear();
         tile_rows.clear();
-        tile_run.clear();
         masks.clear();
         for (const Unit& unit : in.long_units) walk_long(unit);
         tile_units.resize(in.units.size());
@@ -180,13 +236,14 @@ class Planner {
         if (slots.size() == 1) return false;
         for (int32_t u : tile_units)
             if (in.units[u].size > slots.front()) return false;
-        // Each part reads at least what its longest unit sees.
-        keys.clear();
-        for (int32_t u : tile_units) keys.push_back(static_cast<int32_t>(in.units[u].distinct));
-        std::sort(keys.begin(), keys.end());
+        // The first part begins as the whole does; each other one reads at least what its longest unit sees.
+        distinct.clear();
+        for (int32_t u : tile_units) distinct.push_back(static_cast<int32_t>(in.units[u].distinct));
+        const int64_t others = up(whole.rows, slots.front()) - 1;
+        std::partial_sort(distinct.begin(), distinct.begin() + others, distinct.end());
         const double wide = static_cast<double>(whole.union_tokens) * parameters.wide_cost;
-        int64_t least = 0;
-        for (int64_t part = 0; part < up(whole.rows, slots.front()); ++part) least += keys[part];
+        int64_t least = whole.head_tokens;
+        for (int64_t part = 0; part < others; ++part) least += distinct[part];
         if (wide <= static_cast<double>(least)) return false;
         cluster(tile_units.data(), static_cast<int64_t>(tile_units.size()), slots.front(), split);
         int64_t read = 0;
@@ -196,117 +253,123 @@ class Planner {
         return false;
     }
 
-    // The group of the vector that was appended last to `vectors`, at `at`; a new one keeps it there.
-    int32_t group_of(int64_t at, int64_t width) {
-        const int32_t* vector = vectors.data() + at;
-        uint64_t hash = 0;
-        int64_t i = 0;
-        for (; i + 1 < width; i += 2) {
-            const uint64_t low = static_cast<uint32_t>(vector[i]), high = static_cast<uint32_t>(vector[i + 1]);
-            hash = (hash ^ (low | high << 32)) * 0x9E3779B97F4A7C15u;
-            hash ^= hash >> 32;
-        }
-        if (i < width) hash = (hash ^ static_cast<uint32_t>(vector[i])) * 0x9E3779B97F4A7C15u;
-        hash ^= hash >> 29;
-        const size_t mask = table.size() - 1;
-        size_t place = hash & mask;
-        while (table[place] >= 0) {
-            const Group& group = groups[table[place]];
-            if (group.hash == hash && std::equal(vector, vector + width, vectors.data() + group.vector)) {
-                vectors.resize(at);
-                return table[place];
-            }
-            place = (place + 1) & mask;
-        }
-        table[place] = static_cast<int32_t>(groups.size());
-        groups.emplace_back(at, hash);
-        if (groups.size() * 2 > table.size()) grow();
-        return static_cast<int32_t>(groups.size()) - 1;
-    }
-
-    void grow() {
-        const size_t size = std::max<size_t>(64, table.size() * 2);
-        table.assign(size, -1);
-        for (size_t g = 0; g < groups.size(); ++g) {
-            size_t place = groups[g].hash & (size - 1);
-            while (table[place] >= 0) place = (place + 1) & (size - 1);
-            table[place] = static_cast<int32_t>(g);
-        }
-    }
-
     void walk_tile(const int32_t* mine, int64_t number, int64_t height) {
-        Tile tile{static_cast<int32_t>(height), static_cast<int64_t>(tile_rows.size()), 0, end_tile(), 0, true, end_tile()};
+        Tile tile{static_cast<int32_t>(height), static_cast<int64_t>(tile_rows.size()), 0, end_tile(), 0, true,
+                  end_tile(), 0};
+        for (int64_t i = 0; i < number; ++i) tile.num_rows += in.units[mine[i]].size;
+        width = up(tile.num_rows, LANES) * LANES;
+        sights.clear();
+        vectors.clear();
+        sight_masks.clear();
+        ++stamp;
+        int64_t slot = 0;
         for (int64_t i = 0; i < number; ++i) {
             const Unit& unit = in.units[mine[i]];
-            slot_of[mine[i]] = static_cast<int32_t>(tile.num_rows);
-            tile.num_rows += unit.size;
+            for (int64_t p = unit.first_piece; p < unit.last_piece; ++p) {
+                const Seen& piece = in.seen[p];
+                for (int32_t r = piece.first_range; r < piece.last_range; ++r) see(r, slot, unit.size, piece.delta);
+            }
             for (int64_t row = 0; row < unit.size; ++row)
                 tile_rows.push_back(static_cast<int32_t>(unit.first_row + row));
+            slot += unit.size;
         }
-        groups.clear();
-        vectors.clear();
-        stretches.clear();
-        if (table.empty()) grow();
-        std::fill(table.begin(), table.end(), -1);
-        ++stamp;
-        for (int64_t i = 0; i < number; ++i) {
-            const Unit& unit = in.units[mine[i]];
-            for (int64_t p = unit.first_piece; p < unit.last_piece; ++p)
-                for (int32_t r = in.seen[p].first_range; r < in.seen[p].last_range; ++r) {
-                    if (range_stamp[r] == stamp) continue;
-                    range_stamp[r] = stamp;
-                    group_range(in.ranges[r], tile.num_rows);
-                }
-        }
+        group_sights();
         write_groups(tile);
-        for (int64_t i = 0; i < number; ++i) slot_of[mine[i]] = -1;
         tile.end = end_tile();
         tiles.push_back(tile);
     }
 
-    void group_range(const Range& range, int64_t width) {
-        const auto begin = static_cast<int64_t>(vectors.size());
-        vectors.resize(begin + width, INVISIBLE);
-        int32_t layers = 1, layer = 0, previous = -1;
-        for (int32_t m = range.first_member; m < range.last_member; ++m) {
-            const Member member = in.members[m];
-            const int32_t slot = slot_of[member.unit];
-            if (slot < 0) continue;
-            layer = member.unit == previous ? layer + 1 : 0;
-            previous = member.unit;
-            if (layer == layers) {
-                ++layers;
-                vectors.resize(vectors.size() + width, INVISIBLE);
+    // `size` slots from `slot` on see a range at `delta`.
+    void see(int32_t range, int64_t slot, int64_t size, int32_t delta) {
+        int32_t sight = local[range].sight;
+        if (local[range].stamp != stamp) {
+            sight = add_sight(range, 0);
+            local[range] = {stamp, sight};
+        }
+        while (vectors[sight * width + slot] != INVISIBLE) {
+            int32_t deeper = sights[sight].deeper;
+            if (deeper < 0) {
+                deeper = add_sight(range, sights[sight].layer + 1);
+                sights[sight].deeper = deeper;
             }
-            int32_t* const vector = vectors.data() + begin + layer * width + slot;
-            const int64_t size = in.units[member.unit].size;
-            for (int64_t row = 0; row < size; ++row) vector[row] = member.delta;
+            sight = deeper;
         }
-        if (layers == 1) {
-            place(group_of(begin, width), 0, range);
-            return;
-        }
-        layered.assign(vectors.begin() + begin, vectors.end());
-        vectors.resize(begin);
-        for (layer = 0; layer < layers; ++layer) {
-            const auto one = layered.begin() + layer * width;
-            const auto to = static_cast<int64_t>(vectors.size());
-            vectors.insert(vectors.end(), one, one + width);
-            place(group_of(to, width), layer, range);
+        int32_t* const vector = vectors.data() + sight * width;
+        uint64_t* const mask = sight_masks.data() + sight * words;
+        for (int64_t end = slot + size; slot < end; ++slot) {
+            vector[slot] = delta;
+            mask[slot / 64] |= uint64_t{1} << slot % 64;
         }
     }
 
-    void place(int32_t group, int32_t layer, const Range& range) {
-        if (in.tracks[range.track].tail_of >= 0)
-            groups[group].tail = static_cast<int32_t>(stretches.size());
-        ++groups[group].count;
-        stretches.emplace_back(group, layer, range);
+    int32_t add_sight(int32_t range, int32_t layer) {
+        const auto sight = static_cast<int32_t>(sights.size());
+        sights.push_back({range, layer, -1});
+        vectors.resize(vectors.size() + width);
+        std::fill_n(vectors.data() + sight * width, width, INVISIBLE);
+        sight_masks.resize(sight_masks.size() + words);
+        std::fill_n(sight_masks.data() + sight * words, words, 0);
+        return sight;
     }
 
-    void write_groups(const Tile& tile) {
+    // What is seen at one vector of deltas is one group, in the order in which the slots come upon it.
+    void group_sights() {
+        groups.clear();
+        stretches.clear();
+        size_t size = 64;
+        while (size < 2 * sights.size()) size *= 2;
+        table.assign(size, -1);
+        for (const Sight& first : sights) {
+            if (first.layer) continue;
+            const Range& range = in.ranges[first.range];
+            const bool tail = in.tracks[range.track].tail_of >= 0;
+            const Sight* sight = &first;
+            while (true) {
+                const int32_t g = group_of(static_cast<int32_t>(sight - sights.data()));
+                if (tail) groups[g].tail = static_cast<int32_t>(stretches.size());
+                ++groups[g].count;
+                stretches.push_back({g, sight->layer, range.track, range.start, range.stop});
+                if (sight->deeper < 0) break;
+                sight = &sights[sight->deeper];
+            }
+        }
+    }
+
+    int32_t group_of(int32_t sight) {
+        const int32_t* const vector = vectors.data() + sight * width;
+        uint64_t hash = 0;
+        for (int64_t i = 0; i < width / 2; ++i) {
+            const uint64_t low = static_cast<uint32_t>(vector[2 * i]), high = static_cast<uint32_t>(vector[2 * i + 1]);
+            hash += (low | high << 32) * keys[i];
+        }
+        hash ^= hash >> 32;
+        hash *= keys[0];
+        const size_t mask = table.size() - 1;
+        size_t place = hash >> 32 & mask;
+        while (table[place] >= 0) {
+            const Group& group = groups[table[place]];
+            if (group.hash == hash && std::equal(vector, vector + width, vectors.data() + group.sight * width))
+                return table[place];
+            place = (place + 1) & mask;
+        }
+        table[place] = static_cast<int32_t>(groups.size());
+        groups.emplace_back(hash, sight);
+        return table[place];
+    }
+
+    void hash_keys(size_t count) {
+        while (keys.size() < count) {
+            uint64_t key = (keys.size() + 1) * 0x9E3779B97F4A7C15u;
+            key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9u;
+            key = (key ^ key >> 27) * 0x94D049BB133111EBu;
+            keys.push_back((key ^ key >> 31) | 1);
+        }
+    }
+
+    void write_groups(Tile& tile) {
         // Groups with a tail go last; the stretches of each are brought together.
         order.clear();
-        for (int tail = 0; tail < 2; ++tail)
+        for (int tail = 0; tail < (reserve.indptr ? 2 : 1); ++tail)
             for (size_t g = 0; g < groups.size(); ++g)
                 if ((groups[g].tail >= 0) == (tail == 1)) order.push_back(static_cast<int32_t>(g));
         next.resize(groups.size());
@@ -317,23 +380,13 @@ class Planner {
         }
         sorted.resize(stretches.size());
         for (const Stretch& stretch : stretches) sorted[next[stretch.group]++] = stretch;
-        const int64_t width = tile.num_rows;
+        auto run = static_cast<int32_t>(out.runs.size());
+        out.runs.resize(run + groups.size());
+        masks.resize(out.runs.size() * words);
         for (int32_t g : order) {
             const Group& group = groups[g];
-            const int32_t* vector = vectors.data() + group.vector;
-            const auto run = static_cast<int32_t>(out.runs.size());
-            if (std::find_if(vector, vector + width, [&](int32_t d) { return d != vector[0]; }) == vector + width) {
-                out.runs.push_back({vector[0], -1});
-            } else {
-                out.runs.push_back({0, static_cast<int32_t>(out.deltas.size())});
-                out.deltas.insert(out.deltas.end(), vector, vector + width);
-                out.deltas.resize(out.deltas.size() + slots[tile.height] - width, INVISIBLE);
-            }
-            masks.resize(out.runs.size() * words, 0);
-            uint64_t* const mask = masks.data() + run * words;
-            for (int64_t slot = 0; slot < width; ++slot)
-                mask[slot / 64] |= uint64_t{vector[slot] != INVISIBLE} << slot % 64;
-
+            out.runs[run] = run_of(vectors.data() + group.sight * width, tile);
+            std::copy_n(sight_masks.data() + group.sight * words, words, masks.data() + run * words);
             Stretch* const end = sorted.data() + next[g];
             Stretch* const begin = end - group.count;
             auto before = [](const Stretch& a, const Stretch& b) {
@@ -349,31 +402,52 @@ class Planner {
                     stop = stretch->stop;
                     continue;
                 }
-                if (open) enter(open->track, open->start, stop, run);
+                if (open) tile.read += enter(open->track, open->start, stop, run);
                 open = stretch;
                 stop = stretch->stop;
             }
-            if (open) enter(open->track, open->start, stop, run);
+            if (open) tile.read += enter(open->track, open->start, stop, run);
             if (tail >= 0) {
-                enter(tail, stretches[group.tail].start, stretches[group.tail].stop, run);
+                tile.read += enter(tail, stretches[group.tail].start, stretches[group.tail].stop, run);
                 enter_reserve(tail, stretches[group.tail].stop, run);
             }
             pad(run);
+            ++run;
         }
     }
 
-    int64_t end_tile() const { return static_cast<int64_t>(tile_run.size()); }
+    Run run_of(const int32_t* vector, const Tile& tile) {
+        const int64_t rows = tile.num_rows;
+        if (std::find_if(vector, vector + rows, [&](int32_t d) { return d != vector[0]; }) == vector + rows)
+            return {vector[0], -1};
+        const size_t at = out.deltas.size();
+        out.deltas.resize(at + slots[tile.height]);
+        std::copy_n(vector, rows, out.deltas.data() + at);
+        std::fill_n(out.deltas.data() + at + rows, slots[tile.height] - rows, INVISIBLE);
+        return {0, static_cast<int32_t>(at)};
+    }
 
-    void enter(int32_t track, int64_t start, int64_t stop, int32_t run) {
-        const int64_t size = batch.page_size, base = in.tracks[track].base;
-        const int32_t* const pages = batch.list_pages + batch.list_indptr[in.tracks[track].list];
-        const int64_t last = (stop - 1) / size;
-        for (int64_t index = start / size; index <= last; ++index) {
-            const int64_t at = index * size;
-            const int64_t lo = std::max<int64_t>(start - at, 0), hi = std::min(stop - at, size);
-            out.entries.push_back(
-                {pages[index], static_cast<int32_t>(lo | hi << 16), static_cast<int32_t>(base + at), run});
-        }
+    int64_t end_tile() const { return static_cast<int64_t>(out.entries.size()) / parameters.boxes; }
+
+    int64_t page_of(int64_t token) const {
+        return page_shift >= 0 ? token >> page_shift : token / batch.page_size;
+    }
+
+    // Appends a stretch of a track; returns how many pages that are.
+    int64_t enter(int32_t track, int64_t start, int64_t stop, int32_t run) {
+        const auto size = static_cast<int32_t>(batch.page_size);
+        const int64_t first = page_of(start), count = page_of(stop - 1) - first + 1;
+        const int32_t* const pages = batch.list_pages + batch.list_indptr[in.tracks[track].list] + first;
+        const size_t filled = out.entries.size();
+        out.entries.resize(filled + count);
+        Entry* const entries = out.entries.data() + filled;
+        int64_t at = first * size;
+        auto pos0 = static_cast<int32_t>(in.tracks[track].base + at);
+        for (int64_t i = 0; i < count; ++i, pos0 += size) entries[i] = {pages[i], size << 16, pos0, run};
+        entries[0].rows |= static_cast<int32_t>(start - at);
+        at += (count - 1) * size;
+        entries[count - 1].rows = (entries[count - 1].rows & 0xFFFF) | static_cast<int32_t>(stop - at) << 16;
+        return count;
     }
 
     // The entries that a tail grows into, behind the one of its last page.
@@ -390,12 +464,12 @@ class Planner {
 
     // Ends a run: fills its last KV tile.
     void pad(int32_t run) {
-        const auto boxes = static_cast<size_t>(parameters.boxes);
-        const size_t filled = tile_run.size() * boxes;
-        const size_t count = (out.entries.size() - filled + boxes - 1) / boxes;
-        out.entries.resize(filled + count * boxes, Entry{-1, 0, 0, run});
-        tile_run.resize(tile_run.size() + count, run);
+        if (parameters.boxes == 1) return;
+        const int64_t filled = up(static_cast<int64_t>(out.entries.size()), parameters.boxes) * parameters.boxes;
+        out.entries.resize(filled, Entry{-1, 0, 0, run});
     }
+
+    int32_t run_at(int64_t tile) const { return out.entries[tile * parameters.boxes].run; }
 
     void walk_long(const Unit& unit) {
         const int64_t position = batch.q_positions[unit.first_row], size = batch.page_size;
@@ -436,20 +510,23 @@ class Planner {
             previous = &piece;
         }
         pad(static_cast<int32_t>(out.runs.size()) - 1);
-        masks.resize(out.runs.size() * words, 0);
+        masks.resize(out.runs.size() * words);  // not looked at
 
         const int64_t walk_end = end_tile(), boxes = parameters.boxes;
         std::vector<std::pair<int64_t, int64_t>> views;  // of each KV tile, first and last
+        std::vector<int64_t> pages(1, 0);                // in front of each KV tile
         for (int64_t tile = walk_begin; tile < walk_end; ++tile) {
-            int64_t low = INT64_MAX, high = INT64_MIN;
+            int64_t low = INT64_MAX, high = INT64_MIN, count = 0;
             for (int64_t e = tile * boxes; e < (tile + 1) * boxes; ++e) {
                 const Entry& entry = out.entries[e];
                 if (!entry.rows) continue;
+                ++count;
                 const int64_t view = int64_t{entry.pos0} + out.runs[entry.run].delta;
                 low = std::min(low, view + (entry.rows & 0xFFFF));
                 high = std::max(high, view + (entry.rows >> 16) - 1);
             }
             views.emplace_back(low, high);
+            pages.push_back(pages.back() + count);
         }
         for (int64_t from = 0; from < unit.size; from += slots.back()) {
             const int64_t rows = std::min(unit.size - from, slots.back());
@@ -463,107 +540,131 @@ class Planner {
             while (begin < end && !sees(end - 1)) --end;
             if (begin == end) continue;
             const int32_t height = rows <= slots.front() ? 0 : static_cast<int32_t>(slots.size()) - 1;
-            tiles.push_back({height, static_cast<int64_t>(tile_rows.size()), rows, begin, end, false, walk_begin});
+            tiles.push_back({height, static_cast<int64_t>(tile_rows.size()), rows, begin, end, false, walk_begin,
+                             pages[end - walk_begin] - pages[begin - walk_begin]});
             for (int64_t row = 0; row < rows; ++row)
                 tile_rows.push_back(static_cast<int32_t>(unit.first_row + from + row));
         }
     }
 
     void assemble() {
-        const int64_t heads = parameters.heads, num_keys = batch.rows * heads;
-        count.assign(num_keys, 0);  // parts of (row, head); -1: written directly
-        struct Cut {
-            const Tile* tile;
-            int32_t head, part;
-            int64_t mask;  // into cut_masks, or -1: every slot
-        };
-        std::vector<Cut> cuts;
-        std::vector<uint64_t> cut_masks;
-        auto each_slot = [&](const Cut& one, auto&& visit) {
-            const int32_t* const rows = tile_rows.data() + one.tile->first_row;
-            if (one.mask < 0) {
-                for (int64_t slot = 0; slot < one.tile->num_rows; ++slot) visit(rows[slot] * heads + one.head, slot);
-                return;
-            }
-            for (int64_t word = 0; word < words; ++word)
-                for (uint64_t left = cut_masks[one.mask + word]; left; left &= left - 1) {
-                    const int64_t slot = word * 64 + __builtin_ctzll(left);
-                    visit(rows[slot] * heads + one.head, slot);
-                }
-        };
-        turns.assign(tile_run.size(), 0);
-        for (size_t k = 1; k < tile_run.size(); ++k)
-            turns[k] = turns[k - 1] + parameters.run_cost * (tile_run[k] != tile_run[k - 1]);
+        const int64_t heads = parameters.heads;
+        const size_t items_of_tiles = tiles.size() * heads;
+        cuts.clear();
+        cut_masks.clear();
+        const int64_t* const costs = turn_costs();
         for (size_t height = 0; height < slots.size(); ++height) {
-            auto& mine = tiles_of_height;
-            mine.clear();
+            order.clear();
             items.clear();
-            for (const Tile& tile : tiles)
-                if (tile.height == static_cast<int32_t>(height)) {
-                    mine.push_back(&tile);
-                    items.resize(items.size() + heads, Item{{tile.begin, tile.end}, tile.walk});
-                }
-            if (mine.empty()) continue;
-            Class one{parameters.heights[height], slots[height], {}, {}, {}};
-            one.tile_rows.reserve(mine.size() * one.slots);
-            for (const Tile* tile : mine) {
-                const auto rows = tile_rows.begin() + tile->first_row;
-                one.tile_rows.insert(one.tile_rows.end(), rows, rows + tile->num_rows);
-                one.tile_rows.resize(one.tile_rows.size() + one.slots - tile->num_rows, -1);
+            for (size_t t = 0; t < tiles.size(); ++t) {
+                if (tiles[t].height != static_cast<int32_t>(height)) continue;
+                order.push_back(static_cast<int32_t>(t));
+                items.resize(items.size() + heads, Item{{tiles[t].begin, tiles[t].end}, tiles[t].walk});
             }
-            share(items, turns, heads, parameters.workers[height], parameters, shares, one.work_indptr);
+            if (order.empty()) continue;
+            Class one{parameters.heights[height], slots[height], {}, {}, {}};
+            one.tile_rows.reserve(order.size() * one.slots);
+            for (int32_t t : order) {
+                const auto rows = tile_rows.begin() + tiles[t].first_row;
+                one.tile_rows.insert(one.tile_rows.end(), rows, rows + tiles[t].num_rows);
+                one.tile_rows.resize(one.tile_rows.size() + one.slots - tiles[t].num_rows, -1);
+            }
+            share(items, costs, heads, parameters.workers[height], parameters, shares, one.work_indptr);
             one.works.reserve(shares.size());
-            for (const Piece& share : shares) {
-                const auto number = static_cast<int32_t>(share.item / heads);
-                const Tile& tile = *mine[number];
-                Work work{number, static_cast<int32_t>(share.item % heads),
-                          static_cast<int32_t>(tile.begin + share.begin),
-                          static_cast<int32_t>(tile.begin + share.end), -1};
-                Cut made{&tile, work.head, -1, -1};
-                if (share.begin == 0 && share.end == items[share.item].end - items[share.item].begin) {
-                    each_slot(made, [&](int64_t key, int64_t) { count[key] = -1; });
-                } else {
-                    work.part = made.part = static_cast<int32_t>(out.num_parts);
+            for (const Piece& piece : shares) {
+                const auto number = static_cast<int32_t>(piece.item / heads), head = static_cast<int32_t>(piece.item % heads);
+                const Tile& tile = tiles[order[number]];
+                Work work{number, head, static_cast<int32_t>(tile.begin + piece.begin),
+                          static_cast<int32_t>(tile.begin + piece.end), -1};
+                if (piece.begin || piece.end != tile.end - tile.begin) {
+                    work.part = static_cast<int32_t>(out.num_parts);
                     out.num_parts += tile.num_rows;
-                    if (tile.masked) {
-                        made.mask = static_cast<int64_t>(cut_masks.size());
-                        cut_masks.resize(cut_masks.size() + words, 0);
-                        for (int32_t run = tile_run[work.begin]; run <= tile_run[work.end - 1]; ++run)
-                            for (int64_t word = 0; word < words; ++word)
-                                cut_masks[made.mask + word] |= masks[run * words + word];
-                    }
-                    each_slot(made, [&](int64_t key, int64_t) { ++count[key]; });
-                    cuts.push_back(made);
+                    cuts.push_back({order[number] * heads + head, work.part, mask_of(tile, work)});
                 }
                 one.works.push_back(work);
             }
             out.classes.push_back(std::move(one));
         }
+        merge(items_of_tiles);
+        for (const Tile& tile : tiles) out.tokens_read += tile.read * batch.page_size;
+    }
 
-        next.assign(num_keys, 0);
+    // What the changes of run up to each KV tile cost.
+    const int64_t* turn_costs() {
+        const size_t count = end_tile();
+        if (!parameters.run_cost) {
+            if (flat.size() < count) flat.resize(count, 0);
+            return flat.data();
+        }
+        turns.assign(count, 0);
+        for (size_t k = 1; k < count; ++k)
+            turns[k] = turns[k - 1] + parameters.run_cost * (run_at(k) != run_at(k - 1));
+        return turns.data();
+    }
+
+    // The slots that see a run of the work, in cut_masks; -1 for all of the tile's.
+    int32_t mask_of(const Tile& tile, const Work& work) {
+        if (!tile.masked) return -1;
+        const auto at = static_cast<int32_t>(cut_masks.size());
+        cut_masks.resize(at + words, 0);
+        uint64_t* const mask = cut_masks.data() + at;
+        const int32_t last = run_at(work.end - 1);
+        for (int32_t run = run_at(work.begin); run <= last; ++run) {
+            int64_t count = 0;
+            for (int64_t word = 0; word < words; ++word) {
+                mask[word] |= masks[run * words + word];
+                count += __builtin_popcountll(mask[word]);
+            }
+            if (count < tile.num_rows) continue;
+            cut_masks.resize(at);
+            return -1;
+        }
+        return at;
+    }
+
+    // The merge lists: the cuts of each row's and head's item, in the order in which they were made.
+    void merge(size_t num_items) {
+        const int64_t heads = parameters.heads;
+        next.assign(num_items + 1, 0);  // behind the cuts of each item; those of an item that is not cut are none
+        for (const Cut& one : cuts) ++next[one.item];
         int32_t total = 0;
-        out.merge_indptr.push_back(0);
-        for (int64_t key = 0; key < num_keys; ++key) {
-            if (count[key] < 0) continue;
-            next[key] = total;
-            total += count[key];
-            out.merge_rows.push_back(static_cast<int32_t>(key));
-            out.merge_indptr.push_back(total);
-        }
-        out.merge_parts.resize(total);
-        for (const Cut& one : cuts)
-            each_slot(one, [&](int64_t key, int64_t slot) {
-                out.merge_parts[next[key]++] = static_cast<int32_t>(one.part + slot);
-            });
+        for (int32_t& count : next) count = total += count;
+        sorted_cuts.resize(cuts.size());
+        for (size_t i = cuts.size(); i-- > 0;) sorted_cuts[--next[cuts[i].item]] = cuts[i];
+        tile_of.assign(batch.rows, -1);
+        slot_of.resize(batch.rows);
+        for (size_t t = 0; t < tiles.size(); ++t)
+            for (int64_t slot = 0; slot < tiles[t].num_rows; ++slot) {
+                const int32_t row = tile_rows[tiles[t].first_row + slot];
+                tile_of[row] = static_cast<int32_t>(t);
+                slot_of[row] = static_cast<int32_t>(slot);
+            }
 
-        first.assign(1, 0);  // entries that read, in front of each KV tile
-        int32_t entries = 0;
-        for (auto entry = out.entries.begin(); entry != out.entries.end();) {
-            for (int64_t box = 0; box < parameters.boxes; ++box, ++entry) entries += entry->page >= 0 && entry->rows;
-            first.push_back(entries);
+        out.merge_rows.resize(batch.rows * heads);
+        out.merge_indptr.resize(batch.rows * heads + 1);
+        out.merge_parts.resize(out.num_parts);
+        int32_t *rows = out.merge_rows.data(), *indptr = out.merge_indptr.data();
+        int32_t *const parts = out.merge_parts.data(), *part = parts;
+        *indptr++ = 0;
+        for (int64_t row = 0; row < batch.rows; ++row) {
+            const int32_t slot = slot_of[row];
+            for (int64_t head = 0; head < heads; ++head) {
+                if (tile_of[row] >= 0) {
+                    const int64_t item = tile_of[row] * heads + head;
+                    if (next[item] == next[item + 1]) continue;
+                    for (int32_t i = next[item]; i < next[item + 1]; ++i) {
+                        const Cut& one = sorted_cuts[i];
+                        if (one.mask >= 0 && !(cut_masks[one.mask + slot / 64] >> slot % 64 & 1)) continue;
+                        *part++ = one.part + slot;
+                    }
+                }
+                *rows++ = static_cast<int32_t>(row * heads + head);
+                *indptr++ = static_cast<int32_t>(part - parts);
+            }
         }
-        for (const Tile& tile : tiles)
-            out.tokens_read += int64_t{first[tile.end] - first[tile.begin]} * batch.page_size;
+        out.merge_rows.resize(rows - out.merge_rows.data());
+        out.merge_indptr.resize(indptr - out.merge_indptr.data());
+        out.merge_parts.resize(part - parts);
     }
 };
 

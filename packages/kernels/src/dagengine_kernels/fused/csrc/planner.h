@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "buffer.h"
+
 namespace dagengine::planner {
 
 using Ints = std::vector<int32_t>;
@@ -76,16 +78,16 @@ struct Class {
     int64_t height;
     int64_t slots;
     Ints tile_rows;
-    std::vector<Work> works;
+    Buffer<Work> works;
     Ints work_indptr;
 };
 
 struct Plan {
-    std::vector<Entry> entries;
-    std::vector<Run> runs;
-    Ints deltas;
+    Buffer<Entry> entries;
+    Buffer<Run> runs;
+    Buffer<int32_t> deltas;
     std::vector<Class> classes;
-    Ints merge_rows, merge_indptr, merge_parts;
+    Buffer<int32_t> merge_rows, merge_indptr, merge_parts;
     std::vector<Tail> tails;
     int64_t num_parts = 0, tokens_read = 0, tokens_unique = 0;
 };
@@ -112,9 +114,7 @@ struct Item : Walked {
     int64_t walk;  // where the walk begins that the item is of
 };
 // As planner_twin.share: the items of the query tiles in order, `heads` of each.
-void share(const std::vector<Item>& items, const std::vector<int64_t>& turns, int64_t heads, int64_t workers,
-           const Parameters& parameters, std::vector<Piece>& pieces, Ints& indptr);
-void cut(const std::vector<Walked>& items, const std::vector<int64_t>& turns, int64_t workers, int64_t min_chunk,
-         int64_t work_cost, std::vector<Piece>& pieces, Ints& indptr);
+void share(const std::vector<Item>& items, const int64_t* turns, int64_t heads, int64_t workers,
+           const Parameters& parameters, Buffer<Piece>& pieces, Ints& indptr);
 
 }  // namespace dagengine::planner

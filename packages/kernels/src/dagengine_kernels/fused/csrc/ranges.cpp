@@ -5,49 +5,45 @@
 
 namespace dagengine::planner {
 
+namespace {
+
+constexpr size_t FEW_ENDS = 32;
+
+}  // namespace
+
 void Ranges::find(const Batch& batch, int64_t window, const Reserve& reserve, int64_t slots) {
     find_units(batch, window, reserve, slots);
     find_ranges();
 }
 
-int32_t Ranges::track_of(int32_t list, int32_t base) {
-    int32_t* link = &first[list];
-    while (*link >= 0) {
-        if (tracks[*link].base == base) return *link;
-        plain = false;
-        link = &tracks[*link].next;
-    }
-    const auto found = static_cast<int32_t>(tracks.size());
-    *link = found;
-    tracks.push_back({list, base, -1, -1});
-    return found;
-}
-
 void Ranges::find_units(const Batch& batch, int64_t window, const Reserve& reserve, int64_t slots) {
     const int64_t size = batch.page_size;
+    const size_t most = batch.num_spans + batch.sequences;  // a growing tail is a piece more
     first.assign(batch.lists, -1);
-    tracks.clear();
-    tracks.reserve(batch.num_spans + batch.sequences);
+    tracks.resize(most);
+    seen.resize(most);
     units.clear();
     long_units.clear();
     long_seen.clear();
-    seen.clear();
-    seen.reserve(batch.num_spans + batch.sequences);
     plain = true;
+    Track* const all = tracks.data();
+    int32_t num_tracks = 0;
+    int64_t num_seen = 0;
     for (int64_t b = 0; b < batch.sequences; ++b) {
         Unit unit{batch.q_indptr[b], batch.q_indptr[b + 1] - batch.q_indptr[b], 0, 0, 0, 0};
         const bool is_long = unit.size > slots;
         plain = plain && unit.size && !is_long;
-        if (unit.size == 0) continue;
-        auto& mine = is_long ? long_seen : seen;
+        const int32_t first_span = batch.span_indptr[b], end_span = batch.span_indptr[b + 1];
+        if (unit.size == 0 || first_span == end_span) continue;
+        if (is_long) long_seen.resize(long_seen.size() + end_span - first_span);
+        Seen* const mine = is_long ? long_seen.data() + long_seen.size() - (end_span - first_span) : seen.data() + num_seen;
+        Seen* piece = mine;
         const auto number = static_cast<int32_t>(is_long ? long_units.size() : units.size());
-        unit.first_piece = static_cast<int64_t>(mine.size());
         const int64_t position = batch.q_positions[unit.first_row];
-        const int32_t end_span = batch.span_indptr[b + 1];
         const bool grows = reserve.indptr && unit.size == 1;
         bool whole = true;
         int64_t length = 0;
-        for (int32_t j = batch.span_indptr[b]; j < end_span; ++j) {
+        for (int32_t j = first_span; j < end_span; ++j) {
             const Span span = batch.spans[j];
             const int32_t base = span.stored - span.start;
             const int64_t view = int64_t{base} + span.delta;
@@ -59,107 +55,149 @@ void Ranges::find_units(const Batch& batch, int64_t window, const Reserve& reser
                 end = tail = std::max(int64_t{span.start}, (span.stop - 1) / size * size);
             whole &= begin == span.start && end == span.stop;
             if (begin < end) {
-                int32_t track = first[span.list];
-                if (track < 0 || tracks[track].base != base) track = track_of(span.list, base);
-                mine.emplace_back(number, track, begin, end, span.delta);
+                const auto start = static_cast<int32_t>(begin), stop = static_cast<int32_t>(end);
+                int32_t* link = &first[span.list];
+                while (*link >= 0 && all[*link].base != base) {
+                    plain = false;
+                    link = &all[*link].next;
+                }
+                if (*link < 0) {
+                    *link = num_tracks;
+                    all[num_tracks++] = {span.list, base, -1, -1, start, stop, 0, true};
+                }
+                Track& track = all[*link];
+                track.count += !is_long;
+                track.alike &= track.start == start && track.stop == stop;
+                *piece++ = {number, *link, start, stop, span.delta, *link, *link + 1};
                 length += end - begin;
             }
             if (tail < span.stop) {
-                mine.emplace_back(number, static_cast<int32_t>(tracks.size()), tail, span.stop, span.delta);
+                const auto start = static_cast<int32_t>(tail);
+                *piece++ = {number, num_tracks, start, span.stop, span.delta, num_tracks, num_tracks + 1};
+                all[num_tracks++] = {span.list, base, static_cast<int32_t>(b), -1, start, span.stop, 1, true};
                 length += span.stop - tail;
-                tracks.push_back({span.list, base, static_cast<int32_t>(b), -1});
             }
         }
         plain = plain && whole;
         unit.length = unit.distinct = length;
-        unit.last_piece = static_cast<int64_t>(mine.size());
+        if (is_long) {
+            unit.first_piece = mine - long_seen.data();
+            unit.last_piece = piece - long_seen.data();
+            long_seen.resize(unit.last_piece);
+        } else {
+            unit.first_piece = num_seen;
+            num_seen = unit.last_piece = piece - seen.data();
+        }
         if (unit.first_piece < unit.last_piece) (is_long ? long_units : units).push_back(unit);
     }
+    tracks.resize(num_tracks);
+    seen.resize(num_seen);
 }
 
 void Ranges::find_ranges() {
-    first.assign(tracks.size() + 1, 0);
-    for (const Seen& one : seen) ++first[one.track + 1];
-    for (size_t t = 0; t < tracks.size(); ++t) first[t + 1] += first[t];
-    next.assign(first.begin(), first.end() - 1);
-    at.resize(seen.size());
-    for (size_t i = 0; i < seen.size(); ++i) at[next[seen[i].track]++] = static_cast<int32_t>(i);
-    members.clear();
-    members.reserve(seen.size());
-    ranges.clear();
-    ranges.reserve(tracks.size());
+    ranges.resize(tracks.size());
+    members.resize(seen.size());
+    next.resize(tracks.size());
+    int32_t alike = 0, other = 0;
     for (size_t t = 0; t < tracks.size(); ++t) {
-        const int32_t* const begin = at.data() + first[t];
-        const int32_t* const end = at.data() + first[t + 1];
-        if (begin == end) continue;
-        const int32_t start = seen[*begin].start, stop = seen[*begin].stop;
-        bool one = true;
-        for (const int32_t* i = begin; i != end; ++i)
-            one = one && seen[*i].start == start && seen[*i].stop == stop;
-        if (one)
-            add_range(static_cast<int32_t>(t), begin, end);
-        else
-            add_ranges(static_cast<int32_t>(t), begin, end);
+        const Track& track = tracks[t];
+        if (track.alike) {
+            ranges[t] = {static_cast<int32_t>(t), track.start, track.stop, alike, alike};
+            alike += track.count;
+        } else {
+            ranges[t] = {static_cast<int32_t>(t), 0, 0, -1, -1};
+            next[t] = other;
+            other += track.count;
+        }
+        if (!track.count) ranges[t].stop = ranges[t].start;
     }
+    at.resize(other);  // pieces of the tracks that are not alike
+    for (size_t i = 0; i < seen.size(); ++i) {
+        const int32_t unit = seen[i].unit;
+        Range& range = ranges[seen[i].track];
+        if (range.first_member < 0) {
+            at[next[seen[i].track]++] = static_cast<int32_t>(i);
+            continue;
+        }
+        const int32_t member = range.last_member++;
+        members[member] = unit;
+        if (member > range.first_member && members[member - 1] == unit)
+            units[unit].distinct -= range.stop - range.start;
+    }
+    members.resize(alike);
+    if (!other) return;
+    for (size_t t = 0; t < tracks.size(); ++t)
+        if (!tracks[t].alike && tracks[t].count)
+            add_ranges(static_cast<int32_t>(t), at.data() + next[t] - tracks[t].count, at.data() + next[t]);
 }
 
-// The range of a track of which everyone sees the same.
-void Ranges::add_range(int32_t track, const int32_t* begin, const int32_t* end) {
-    const auto range = static_cast<int32_t>(ranges.size()), first_member = static_cast<int32_t>(members.size());
-    const int32_t start = seen[*begin].start, stop = seen[*begin].stop;
-    int32_t previous = -1;
-    for (const int32_t* i = begin; i != end; ++i) {
-        Seen& one = seen[*i];
-        one.first_range = range;
-        one.last_range = range + 1;
-        members.push_back({one.unit, one.delta});
-        if (one.unit == previous) units[one.unit].distinct -= stop - start;
-        previous = one.unit;
+// The ends of these pieces, ascending, and in `places` which of them the starts and stops of the pieces are.
+void Ranges::find_ends(const int32_t* begin, const int32_t* end) {
+    const size_t count = end - begin;
+    tokens.resize(2 * count);
+    places.assign(2 * count, 0);
+    for (size_t i = 0; i < count; ++i) {
+        tokens[i] = seen[begin[i]].start;
+        tokens[count + i] = seen[begin[i]].stop;
     }
-    ranges.emplace_back(track, start, stop, first_member, static_cast<int32_t>(members.size()));
+    ends.clear();
+    const int32_t* const all = tokens.data();
+    const int32_t last = *std::max_element(all, all + 2 * count);
+    int32_t reached = *std::min_element(all, all + 2 * count);
+    ends.push_back(reached);
+    // A pass for each end beats sorting as long as they are few: it has no branches.
+    while (reached != last && ends.size() < FEW_ENDS) {
+        int32_t following = last;
+        int32_t* const place = places.data();
+        for (size_t i = 0; i < 2 * count; ++i) {
+            const bool behind = all[i] > reached;
+            place[i] += behind;
+            following = std::min(following, behind ? all[i] : last);
+        }
+        ends.push_back(reached = following);
+    }
+    if (reached == last) return;
+    ends.assign(all, all + 2 * count);
+    std::sort(ends.begin(), ends.end());
+    ends.erase(std::unique(ends.begin(), ends.end()), ends.end());
+    for (size_t i = 0; i < 2 * count; ++i)
+        places[i] = static_cast<int32_t>(std::lower_bound(ends.begin(), ends.end(), all[i]) - ends.begin());
 }
 
 void Ranges::add_ranges(int32_t track, const int32_t* begin, const int32_t* end) {
-    // Counting the ends in front of a token beats a search as long as they are few.
-    auto place = [&](int32_t token) {
-        if (ends.size() > 32)
-            return static_cast<int32_t>(std::lower_bound(ends.begin(), ends.end(), token) - ends.begin());
-        int32_t before = 0;
-        for (int32_t one : ends) before += one < token;
-        return before;
-    };
-    ends.clear();
-    for (const int32_t* i = begin; i != end; ++i)
-        for (int32_t token : {seen[*i].start, seen[*i].stop}) {
-            const size_t found = place(token);
-            if (found == ends.size() || ends[found] != token) ends.insert(ends.begin() + found, token);
-        }
-    count.assign(ends.size(), 0);
-    for (const int32_t* i = begin; i != end; ++i) {
-        Seen& one = seen[*i];
-        one.first_range = place(one.start);
-        one.last_range = place(one.stop);
-        for (int32_t r = one.first_range; r < one.last_range; ++r) ++count[r];
+    find_ends(begin, end);
+    const int64_t count = end - begin;
+    const int32_t *const starts = places.data(), *const stops = starts + count;
+    first.assign(ends.size(), 0);  // how many pieces more, or less, there are behind each end
+    for (int64_t i = 0; i < count; ++i) {
+        ++first[starts[i]];
+        --first[stops[i]];
     }
     auto member = static_cast<int32_t>(members.size());
     order.resize(ends.size());  // stretch between ends -> range; those that nobody sees are none
+    int32_t seeing = 0;
     for (size_t r = 0; r < ends.size(); ++r) {
         order[r] = static_cast<int32_t>(ranges.size());
-        if (count[r]) ranges.emplace_back(track, ends[r], ends[r + 1], member, member);
-        member += count[r];
+        seeing += first[r];
+        if (seeing) ranges.push_back({track, ends[r], ends[r + 1], member, member});
+        member += seeing;
     }
     members.resize(member);
-    for (const int32_t* i = begin; i != end; ++i) {
-        Seen& one = seen[*i];
-        const int32_t length = one.last_range - one.first_range;
-        one.first_range = order[one.first_range];
-        one.last_range = one.first_range + length;
-        for (int32_t r = one.first_range; r < one.last_range; ++r) {
-            Range& range = ranges[r];
-            if (range.last_member > range.first_member && members[range.last_member - 1].unit == one.unit)
-                units[one.unit].distinct -= range.stop - range.start;
-            members[range.last_member++] = {one.unit, one.delta};
-        }
+    Range* const all = ranges.data();
+    int32_t* const units_of = members.data();
+    int32_t previous = -1;
+    for (int64_t i = 0; i < count; ++i) {
+        Seen& one = seen[begin[i]];
+        const int32_t unit = one.unit, first_range = order[starts[i]];
+        const int32_t last_range = first_range + stops[i] - starts[i];
+        one.first_range = first_range;
+        one.last_range = last_range;
+        if (unit == previous)
+            for (int32_t r = first_range; r < last_range; ++r)
+                if (all[r].last_member > all[r].first_member && units_of[all[r].last_member - 1] == unit)
+                    units[unit].distinct -= all[r].stop - all[r].start;
+        for (int32_t r = first_range; r < last_range; ++r) units_of[all[r].last_member++] = unit;
+        previous = unit;
     }
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "buffer.h"
 #include "planner.h"
 
 namespace dagengine::planner {
@@ -18,43 +19,31 @@ struct Unit {
 // What a unit sees of a track at one delta: ranges first_range .. last_range - 1.
 struct Seen {
     int32_t unit, track, start, stop, delta, first_range, last_range;
-
-    Seen(int32_t unit, int32_t track, int64_t start, int64_t stop, int32_t delta)
-        : unit(unit),
-          track(track),
-          start(static_cast<int32_t>(start)),
-          stop(static_cast<int32_t>(stop)),
-          delta(delta),
-          first_range(0),
-          last_range(0) {}
 };
 
 struct Track {
     int32_t list, base;
-    int32_t tail_of;  // the sequence whose growing tail it is, or -1
-    int32_t next;     // the next track of the list, or -1
+    int32_t tail_of;      // the sequence whose growing tail it is, or -1
+    int32_t next;         // the next track of the list, or -1
+    int32_t start, stop;  // of the piece that was found first
+    int32_t count;        // pieces of units that share tiles
+    bool alike;           // whether all pieces have this start and stop
 };
 
+// Range t is all of track t where its pieces are alike (else nothing); those of other tracks come behind.
 struct Range {
     int32_t track, start, stop, first_member, last_member;
-
-    Range(int32_t track, int32_t start, int32_t stop, int32_t first_member, int32_t last_member)
-        : track(track), start(start), stop(stop), first_member(first_member), last_member(last_member) {}
-};
-
-struct Member {
-    int32_t unit, delta;
 };
 
 // Found for one batch after another; the vectors keep their memory from one to the next.
 class Ranges {
   public:
-    std::vector<Track> tracks;
+    Buffer<Track> tracks;
     std::vector<Unit> units;       // those that share tiles
     std::vector<Unit> long_units;  // those that are cut into chunks
-    std::vector<Seen> seen, long_seen;
-    std::vector<Range> ranges;
-    std::vector<Member> members;
+    Buffer<Seen> seen, long_seen;
+    Buffer<Range> ranges;
+    Buffer<int32_t> members;  // units that see a range, ascending; each as often as it sees it
 
     // `slots`: the rows of the highest tile.
     void find(const Batch& batch, int64_t window, const Reserve& reserve, int64_t slots);
@@ -64,14 +53,14 @@ class Ranges {
 
   private:
     bool plain = false;  // whether the ranges are all that the batch lists, each once
-    Ints first, next, at, ends, count, order;
+    Ints first, next, ends, order;
+    Buffer<int32_t> at, tokens, places;
     std::vector<std::pair<int32_t, int32_t>> listed;
 
-    int32_t track_of(int32_t list, int32_t base);
     void find_units(const Batch& batch, int64_t window, const Reserve& reserve, int64_t slots);
     void find_ranges();
-    void add_range(int32_t track, const int32_t* begin, const int32_t* end);
     void add_ranges(int32_t track, const int32_t* begin, const int32_t* end);
+    void find_ends(const int32_t* begin, const int32_t* end);
 };
 
 }  // namespace dagengine::planner

@@ -26,12 +26,12 @@ int64_t affordable(const int64_t* turn, int64_t begin, int64_t end, int64_t room
 // Shares of cost at most `bound`, each filled as far as it goes: calls take(item, begin, end) for each work and close()
 // behind each full share. False if the workers do not suffice.
 template <typename Take, typename Close>
-bool share_out(const std::vector<Walked>& items, const std::vector<int64_t>& turns, int64_t workers,
+bool share_out(const std::vector<Item>& items, const int64_t* turns, int64_t workers,
                int64_t min_chunk, int64_t work_cost, int64_t bound, Take&& take, Close&& close) {
     int64_t room = bound;
     for (size_t item = 0; item < items.size(); ++item) {
         const int64_t length = items[item].end - items[item].begin;
-        const int64_t* const turn = turns.data() + items[item].begin;
+        const int64_t* const turn = turns + items[item].begin;
         int64_t begin = 0;
         while (begin < length) {
             const int64_t rest = length - begin;
@@ -63,10 +63,10 @@ bool share_out(const std::vector<Walked>& items, const std::vector<int64_t>& tur
 
 }  // namespace
 
-void cut(const std::vector<Walked>& items, const std::vector<int64_t>& turns, int64_t workers, int64_t min_chunk,
-         int64_t work_cost, std::vector<Piece>& pieces, Ints& indptr) {
+void cut(const std::vector<Item>& items, const int64_t* turns, int64_t workers, int64_t min_chunk,
+         int64_t work_cost, Buffer<Piece>& pieces, Ints& indptr) {
     int64_t total = work_cost * static_cast<int64_t>(items.size());
-    for (const Walked& item : items) total += item.end - item.begin + turns[item.end - 1] - turns[item.begin];
+    for (const Item& item : items) total += item.end - item.begin + turns[item.end - 1] - turns[item.begin];
     int64_t low = std::max<int64_t>((total + workers - 1) / workers, 1), high = low, step = 1;
     auto fits = [&](int64_t bound) {
         return share_out(items, turns, workers, min_chunk, work_cost, bound, [](auto...) {}, [] {});
@@ -98,14 +98,14 @@ namespace {
 
 constexpr int64_t MANY = 8;  // as in planner_twin.py
 
-int64_t cost_of(const Piece& piece, const std::vector<Item>& items, const std::vector<int64_t>& turns,
+int64_t cost_of(const Piece& piece, const std::vector<Item>& items, const int64_t* turns,
                 int64_t work_cost) {
-    const int64_t* const turn = turns.data() + items[piece.item].begin;
+    const int64_t* const turn = turns + items[piece.item].begin;
     return piece.end - piece.begin + work_cost + turn[piece.end - 1] - turn[piece.begin];
 }
 
-int64_t makespan(const std::vector<Piece>& pieces, const Ints& indptr, const std::vector<Item>& items,
-                 const std::vector<int64_t>& turns, int64_t work_cost) {
+int64_t makespan(const Buffer<Piece>& pieces, const Ints& indptr, const std::vector<Item>& items,
+                 const int64_t* turns, int64_t work_cost) {
     int64_t largest = 0;
     for (size_t worker = 0; worker + 1 < indptr.size(); ++worker) {
         int64_t sum = 0;
@@ -115,8 +115,8 @@ int64_t makespan(const std::vector<Piece>& pieces, const Ints& indptr, const std
     return largest;
 }
 
-void deal(const std::vector<Item>& items, const std::vector<int64_t>& turns, int64_t heads, int64_t workers,
-          int64_t work_cost, std::vector<Piece>& pieces, Ints& indptr) {
+void deal(const std::vector<Item>& items, const int64_t* turns, int64_t heads, int64_t workers,
+          int64_t work_cost, Buffer<Piece>& pieces, Ints& indptr) {
     std::vector<int32_t> order(items.size());
     for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
     int64_t largest = 0, total = 0;
@@ -157,8 +157,8 @@ void deal(const std::vector<Item>& items, const std::vector<int64_t>& turns, int
 
 }  // namespace
 
-void share(const std::vector<Item>& items, const std::vector<int64_t>& turns, int64_t heads, int64_t workers,
-           const Parameters& parameters, std::vector<Piece>& pieces, Ints& indptr) {
+void share(const std::vector<Item>& items, const int64_t* turns, int64_t heads, int64_t workers,
+           const Parameters& parameters, Buffer<Piece>& pieces, Ints& indptr) {
     const int64_t chunk = parameters.min_chunk, cost = parameters.work_cost;
     std::vector<int64_t> groups;  // the first tile of each walk, and the end
     const int64_t tiles = static_cast<int64_t>(items.size()) / heads;
@@ -168,10 +168,10 @@ void share(const std::vector<Item>& items, const std::vector<int64_t>& turns, in
     const int64_t number = static_cast<int64_t>(groups.size()) - 1, width = groups[1] - groups[0];
     bool alike = true;
     for (int64_t g = 0; g < number; ++g) alike &= groups[g + 1] - groups[g] == width;
-    cut({items.begin(), items.end()}, turns, workers, chunk, cost, pieces, indptr);
+    cut(items, turns, workers, chunk, cost, pieces, indptr);
     if (number == tiles) return;
 
-    std::vector<Piece> whole;
+    Buffer<Piece> whole;
     Ints whole_indptr;
     deal(items, turns, heads, workers, cost, whole, whole_indptr);
     const int64_t allowed = 11 * makespan(pieces, indptr, items, turns, cost);
@@ -182,9 +182,9 @@ void share(const std::vector<Item>& items, const std::vector<int64_t>& turns, in
     }
     if (!alike || width > workers) return;
 
-    std::vector<Walked> walked;  // from the first to the last KV tile that a tile of the group sees
+    std::vector<Item> walked;  // from the first to the last KV tile that a tile of the group sees
     for (int64_t g = 0; g < number; ++g) {
-        Walked one = items[groups[g] * heads];
+        Item one = items[groups[g] * heads];
         for (int64_t tile = groups[g]; tile < groups[g + 1]; ++tile) {
             one.begin = std::min(one.begin, items[tile * heads].begin);
             one.end = std::max(one.end, items[tile * heads].end);
@@ -192,16 +192,16 @@ void share(const std::vector<Item>& items, const std::vector<int64_t>& turns, in
         walked.resize(walked.size() + heads, one);
     }
     const int64_t teams = workers / width;
-    std::vector<Piece> cuts;
+    Buffer<Piece> cuts;
     Ints cut_indptr;
     cut(walked, turns, teams, chunk, cost, cuts, cut_indptr);
-    std::vector<Piece> made;
+    Buffer<Piece> made;
     Ints made_indptr(1, 0);
     for (int64_t team = 0; team < teams; ++team)
         for (int64_t member = 0; member < width; ++member) {
             for (int32_t i = cut_indptr[team]; i < cut_indptr[team + 1]; ++i) {
                 const int64_t tile = groups[cuts[i].item / heads] + member, head = cuts[i].item % heads;
-                const Walked& mine = items[tile * heads];
+                const Item& mine = items[tile * heads];
                 const int64_t skipped = mine.begin - walked[cuts[i].item].begin;
                 const int64_t low = std::max<int64_t>(cuts[i].begin - skipped, 0);
                 const int64_t high = std::min(cuts[i].end - skipped, mine.end - mine.begin);
