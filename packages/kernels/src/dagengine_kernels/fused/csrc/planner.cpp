@@ -30,7 +30,8 @@ struct Tile {
 struct Cluster {
     int64_t first, last;  // into cluster_units
     int64_t union_tokens, rows;
-    int64_t head_tokens;  // of the union of those that were chosen first, as far as the lowest tile holds them
+    // The units that were chosen first, as far as the lowest tile holds them, and the longest of the others.
+    int64_t head_rows, head_tokens, longest_other;
 };
 
 struct Candidate {
@@ -126,14 +127,16 @@ class Planner {
 
     std::vector<Tile> tiles;
     Ints tile_rows;
-    Buffer<uint64_t> masks;  // slots that see a run, `words` per run
+    Buffer<uint64_t> masks;  // slots that see something, `words` each
+    Buffer<int64_t> mask_of_run;
 
     // Of the tile that is being written. A vector has `width` deltas, the last ones beyond the tile's rows.
     std::vector<Local> local;  // range -> its sight in layer 0
     Buffer<Sight> sights;
-    Buffer<int32_t> vectors;        // by sight
-    Buffer<uint64_t> sight_masks;   // by sight
+    int32_t num_sights = 0;
+    Buffer<int32_t> vectors;  // by sight
     int64_t width = 0;
+    int64_t first_mask = 0;  // that of sight 0
     std::vector<uint64_t> keys;  // odd, of each two deltas
     Ints table;                  // groups by hash
     Buffer<Stretch> stretches, sorted;
@@ -162,17 +165,23 @@ class Planner {
         while (!left.empty()) {
             ++stamp;
             for (const Candidate& one : left) gain[one.unit] = 0;
-            Cluster one{static_cast<int64_t>(cluster_units.size()), 0, 0, 0, 0};
+            Cluster one{static_cast<int64_t>(cluster_units.size()), 0, 0, 0, 0, 0, 0};
             bool head = true;
             size_t best = 0;
             while (best < left.size()) {
-                const Candidate chosen_now = left[best];
+                const Candidate taken = left[best];
                 left.erase(left.begin() + best);
-                cluster_units.push_back(chosen_now.unit);
-                one.rows += chosen_now.size;
+                cluster_units.push_back(taken.unit);
+                one.rows += taken.size;
                 head = head && one.rows <= slots.front();
-                one.union_tokens += cover(chosen_now.unit, !left.empty());
-                if (head) one.head_tokens = one.union_tokens;
+                // One whose tokens are all covered brings none.
+                if (gain[taken.unit] != taken.length) one.union_tokens += cover(taken.unit, !left.empty());
+                if (head) {
+                    one.head_rows = one.rows;
+                    one.head_tokens = one.union_tokens;
+                } else {
+                    one.longest_other = std::max(one.longest_other, in.units[taken.unit].distinct);
+                }
                 best = left.size();
                 if (one.rows == cap) break;
                 int64_t most = -1;
@@ -236,14 +245,16 @@ class Planner {
         if (slots.size() == 1) return false;
         for (int32_t u : tile_units)
             if (in.units[u].size > slots.front()) return false;
-        // The first part begins as the whole does; each other one reads at least what its longest unit sees.
+        // The first part begins as the whole does, and is no more than that where it is full then: the longest of the
+        // others is in another part. Each other one reads at least what its shortest unit sees.
         distinct.clear();
         for (int32_t u : tile_units) distinct.push_back(static_cast<int32_t>(in.units[u].distinct));
-        const int64_t others = up(whole.rows, slots.front()) - 1;
-        std::partial_sort(distinct.begin(), distinct.begin() + others, distinct.end());
+        const bool full = whole.head_rows == slots.front();
+        const int64_t parts = up(whole.rows, slots.front()) - (full ? 2 : 1);
+        std::partial_sort(distinct.begin(), distinct.begin() + parts, distinct.end());
         const double wide = static_cast<double>(whole.union_tokens) * parameters.wide_cost;
-        int64_t least = whole.head_tokens;
-        for (int64_t part = 0; part < others; ++part) least += distinct[part];
+        int64_t least = whole.head_tokens + (full ? whole.longest_other : 0);
+        for (int64_t part = 0; part < parts; ++part) least += distinct[part];
         if (wide <= static_cast<double>(least)) return false;
         cluster(tile_units.data(), static_cast<int64_t>(tile_units.size()), slots.front(), split);
         int64_t read = 0;
@@ -258,17 +269,11 @@ class Planner {
                   end_tile(), 0};
         for (int64_t i = 0; i < number; ++i) tile.num_rows += in.units[mine[i]].size;
         width = up(tile.num_rows, LANES) * LANES;
-        sights.clear();
-        vectors.clear();
-        sight_masks.clear();
-        ++stamp;
+        begin_sights(mine, number);
         int64_t slot = 0;
         for (int64_t i = 0; i < number; ++i) {
             const Unit& unit = in.units[mine[i]];
-            for (int64_t p = unit.first_piece; p < unit.last_piece; ++p) {
-                const Seen& piece = in.seen[p];
-                for (int32_t r = piece.first_range; r < piece.last_range; ++r) see(r, slot, unit.size, piece.delta);
-            }
+            see(unit, slot);
             for (int64_t row = 0; row < unit.size; ++row)
                 tile_rows.push_back(static_cast<int32_t>(unit.first_row + row));
             slot += unit.size;
@@ -279,36 +284,61 @@ class Planner {
         tiles.push_back(tile);
     }
 
-    // `size` slots from `slot` on see a range at `delta`.
-    void see(int32_t range, int64_t slot, int64_t size, int32_t delta) {
+    // Room for the sights of these units: at most one for each time that one of them sees a range.
+    void begin_sights(const int32_t* mine, int64_t number) {
+        int64_t most = 0;
+        for (int64_t i = 0; i < number; ++i)
+            for (int64_t p = in.units[mine[i]].first_piece; p < in.units[mine[i]].last_piece; ++p)
+                most += in.seen[p].last_range - in.seen[p].first_range;
+        num_sights = 0;
+        sights.resize(most);
+        vectors.resize(most * width);
+        first_mask = static_cast<int64_t>(masks.size());
+        masks.resize(first_mask + most * words);
+        ++stamp;
+    }
+
+    // A unit, whose rows are in the slots from `slot` on, sees its pieces.
+    void see(const Unit& unit, int64_t slot) {
+        const int64_t across = width, mask_words = words, size = unit.size;
+        const uint32_t now = stamp;
+        const uint64_t bit = uint64_t{1} << slot % 64;
+        Local* const locals = local.data();
+        int32_t* const deltas = vectors.data() + slot;
+        uint64_t* const bits = masks.data() + first_mask + slot / 64;
+        const Seen* const end = in.seen.data() + unit.last_piece;
+        for (const Seen* piece = in.seen.data() + unit.first_piece; piece != end; ++piece)
+            for (int32_t r = piece->first_range; r < piece->last_range; ++r) {
+                if (locals[r].stamp != now) locals[r] = {now, add_sight(r, 0)};
+                int64_t sight = locals[r].sight;
+                if (deltas[sight * across] != INVISIBLE) sight = deeper_sight(r, slot);
+                deltas[sight * across] = piece->delta;
+                bits[sight * mask_words] |= bit;
+                for (int64_t row = 1; row < size; ++row) {
+                    deltas[sight * across + row] = piece->delta;
+                    masks[first_mask + sight * mask_words + (slot + row) / 64] |= uint64_t{1} << (slot + row) % 64;
+                }
+            }
+    }
+
+    // The sight of the first layer in which a slot does not see the range yet.
+    int32_t deeper_sight(int32_t range, int64_t slot) {
         int32_t sight = local[range].sight;
-        if (local[range].stamp != stamp) {
-            sight = add_sight(range, 0);
-            local[range] = {stamp, sight};
-        }
         while (vectors[sight * width + slot] != INVISIBLE) {
-            int32_t deeper = sights[sight].deeper;
-            if (deeper < 0) {
-                deeper = add_sight(range, sights[sight].layer + 1);
+            if (sights[sight].deeper < 0) {
+                const int32_t deeper = add_sight(range, sights[sight].layer + 1);
                 sights[sight].deeper = deeper;
             }
-            sight = deeper;
+            sight = sights[sight].deeper;
         }
-        int32_t* const vector = vectors.data() + sight * width;
-        uint64_t* const mask = sight_masks.data() + sight * words;
-        for (int64_t end = slot + size; slot < end; ++slot) {
-            vector[slot] = delta;
-            mask[slot / 64] |= uint64_t{1} << slot % 64;
-        }
+        return sight;
     }
 
     int32_t add_sight(int32_t range, int32_t layer) {
-        const auto sight = static_cast<int32_t>(sights.size());
-        sights.push_back({range, layer, -1});
-        vectors.resize(vectors.size() + width);
+        const int32_t sight = num_sights++;
+        sights[sight] = {range, layer, -1};
         std::fill_n(vectors.data() + sight * width, width, INVISIBLE);
-        sight_masks.resize(sight_masks.size() + words);
-        std::fill_n(sight_masks.data() + sight * words, words, 0);
+        for (int64_t word = 0; word < words; ++word) masks[first_mask + sight * words + word] = 0;
         return sight;
     }
 
@@ -317,9 +347,11 @@ class Planner {
         groups.clear();
         stretches.clear();
         size_t size = 64;
-        while (size < 2 * sights.size()) size *= 2;
+        while (static_cast<int64_t>(size) < 2 * num_sights) size *= 2;
         table.assign(size, -1);
-        for (const Sight& first : sights) {
+        masks.resize(first_mask + num_sights * words);
+        for (int32_t s = 0; s < num_sights; ++s) {
+            const Sight& first = sights[s];
             if (first.layer) continue;
             const Range& range = in.ranges[first.range];
             const bool tail = in.tracks[range.track].tail_of >= 0;
@@ -382,11 +414,11 @@ class Planner {
         for (const Stretch& stretch : stretches) sorted[next[stretch.group]++] = stretch;
         auto run = static_cast<int32_t>(out.runs.size());
         out.runs.resize(run + groups.size());
-        masks.resize(out.runs.size() * words);
+        mask_of_run.resize(out.runs.size());
         for (int32_t g : order) {
             const Group& group = groups[g];
             out.runs[run] = run_of(vectors.data() + group.sight * width, tile);
-            std::copy_n(sight_masks.data() + group.sight * words, words, masks.data() + run * words);
+            mask_of_run[run] = first_mask + group.sight * words;
             Stretch* const end = sorted.data() + next[g];
             Stretch* const begin = end - group.count;
             auto before = [](const Stretch& a, const Stretch& b) {
@@ -510,7 +542,7 @@ class Planner {
             previous = &piece;
         }
         pad(static_cast<int32_t>(out.runs.size()) - 1);
-        masks.resize(out.runs.size() * words);  // not looked at
+        mask_of_run.resize(out.runs.size());  // not looked at
 
         const int64_t walk_end = end_tile(), boxes = parameters.boxes;
         std::vector<std::pair<int64_t, int64_t>> views;  // of each KV tile, first and last
@@ -606,19 +638,22 @@ class Planner {
     int32_t mask_of(const Tile& tile, const Work& work) {
         if (!tile.masked) return -1;
         const auto at = static_cast<int32_t>(cut_masks.size());
-        cut_masks.resize(at + words, 0);
-        uint64_t* const mask = cut_masks.data() + at;
+        cut_masks.resize(at + words, ~uint64_t{0});  // first the others
+        uint64_t* const others = cut_masks.data() + at;
+        for (int64_t word = 0; word < words; ++word) {
+            const int64_t rows = tile.num_rows - word * 64;  // of the tile, from this word on
+            if (rows < 64) others[word] = rows <= 0 ? 0 : ~uint64_t{0} >> (64 - rows);
+        }
         const int32_t last = run_at(work.end - 1);
         for (int32_t run = run_at(work.begin); run <= last; ++run) {
-            int64_t count = 0;
-            for (int64_t word = 0; word < words; ++word) {
-                mask[word] |= masks[run * words + word];
-                count += __builtin_popcountll(mask[word]);
-            }
-            if (count < tile.num_rows) continue;
+            const uint64_t* const seeing = masks.data() + mask_of_run[run];
+            uint64_t any = 0;
+            for (int64_t word = 0; word < words; ++word) any |= others[word] &= ~seeing[word];
+            if (any) continue;
             cut_masks.resize(at);
             return -1;
         }
+        for (int64_t word = 0; word < words; ++word) others[word] = ~others[word];
         return at;
     }
 

@@ -9,6 +9,16 @@ namespace {
 
 constexpr size_t FEW_ENDS = 32;
 
+// Field by field: compilers bring a whole struct together in vector registers, which takes longer.
+inline void enter(Seen* piece, int32_t track, int32_t start, int32_t stop, int32_t delta) {
+    piece->track = track;
+    piece->start = start;
+    piece->stop = stop;
+    piece->delta = delta;
+    piece->first_range = track;
+    piece->last_range = track + 1;
+}
+
 }  // namespace
 
 void Ranges::find(const Batch& batch, int64_t window, const Reserve& reserve, int64_t slots) {
@@ -27,6 +37,8 @@ void Ranges::find_units(const Batch& batch, int64_t window, const Reserve& reser
     long_seen.clear();
     plain = true;
     Track* const all = tracks.data();
+    int32_t* const track_of_list = first.data();
+    bool alone = true;  // whether each list is in one track
     int32_t num_tracks = 0;
     int64_t num_seen = 0;
     for (int64_t b = 0; b < batch.sequences; ++b) {
@@ -38,16 +50,15 @@ void Ranges::find_units(const Batch& batch, int64_t window, const Reserve& reser
         if (is_long) long_seen.resize(long_seen.size() + end_span - first_span);
         Seen* const mine = is_long ? long_seen.data() + long_seen.size() - (end_span - first_span) : seen.data() + num_seen;
         Seen* piece = mine;
-        const auto number = static_cast<int32_t>(is_long ? long_units.size() : units.size());
         const int64_t position = batch.q_positions[unit.first_row];
         const bool grows = reserve.indptr && unit.size == 1;
         bool whole = true;
         int64_t length = 0;
         for (int32_t j = first_span; j < end_span; ++j) {
-            const Span span = batch.spans[j];
+            const Span& span = batch.spans[j];
             const int32_t base = span.stored - span.start;
             const int64_t view = int64_t{base} + span.delta;
-            int64_t begin = span.start, end = span.stop, tail = span.stop;
+            int64_t begin = span.start, end = span.stop, tail = end;
             if (window) begin = std::max(begin, position - window + 1 - view);
             if (!grows)
                 end = std::min(end, position + unit.size - view);
@@ -56,24 +67,26 @@ void Ranges::find_units(const Batch& batch, int64_t window, const Reserve& reser
             whole &= begin == span.start && end == span.stop;
             if (begin < end) {
                 const auto start = static_cast<int32_t>(begin), stop = static_cast<int32_t>(end);
-                int32_t* link = &first[span.list];
+                int32_t* link = &track_of_list[span.list];
                 while (*link >= 0 && all[*link].base != base) {
-                    plain = false;
+                    alone = false;
                     link = &all[*link].next;
                 }
-                if (*link < 0) {
+                const int32_t track = *link;
+                if (track >= 0) {
+                    all[track].count += !is_long;
+                    all[track].alike &= all[track].start == start && all[track].stop == stop;
+                    enter(piece++, track, start, stop, span.delta);
+                } else {
                     *link = num_tracks;
-                    all[num_tracks++] = {span.list, base, -1, -1, start, stop, 0, true};
+                    enter(piece++, num_tracks, start, stop, span.delta);
+                    all[num_tracks++] = {span.list, base, -1, -1, start, stop, !is_long, true};
                 }
-                Track& track = all[*link];
-                track.count += !is_long;
-                track.alike &= track.start == start && track.stop == stop;
-                *piece++ = {number, *link, start, stop, span.delta, *link, *link + 1};
                 length += end - begin;
             }
             if (tail < span.stop) {
                 const auto start = static_cast<int32_t>(tail);
-                *piece++ = {number, num_tracks, start, span.stop, span.delta, num_tracks, num_tracks + 1};
+                enter(piece++, num_tracks, start, span.stop, span.delta);
                 all[num_tracks++] = {span.list, base, static_cast<int32_t>(b), -1, start, span.stop, 1, true};
                 length += span.stop - tail;
             }
@@ -90,6 +103,7 @@ void Ranges::find_units(const Batch& batch, int64_t window, const Reserve& reser
         }
         if (unit.first_piece < unit.last_piece) (is_long ? long_units : units).push_back(unit);
     }
+    plain = plain && alone;
     tracks.resize(num_tracks);
     seen.resize(num_seen);
 }
@@ -112,17 +126,21 @@ void Ranges::find_ranges() {
         if (!track.count) ranges[t].stop = ranges[t].start;
     }
     at.resize(other);  // pieces of the tracks that are not alike
-    for (size_t i = 0; i < seen.size(); ++i) {
-        const int32_t unit = seen[i].unit;
-        Range& range = ranges[seen[i].track];
-        if (range.first_member < 0) {
-            at[next[seen[i].track]++] = static_cast<int32_t>(i);
-            continue;
+    Range* const all = ranges.data();
+    int32_t* const units_of = members.data();
+    for (size_t u = 0; u < units.size(); ++u) {
+        const auto unit = static_cast<int32_t>(u);
+        for (int64_t i = units[u].first_piece; i < units[u].last_piece; ++i) {
+            Range& range = all[seen[i].track];
+            if (range.first_member < 0) {
+                at[next[seen[i].track]++] = {static_cast<int32_t>(i), unit};
+                continue;
+            }
+            const int32_t member = range.last_member++;
+            units_of[member] = unit;
+            if (member > range.first_member && units_of[member - 1] == unit)
+                units[u].distinct -= range.stop - range.start;
         }
-        const int32_t member = range.last_member++;
-        members[member] = unit;
-        if (member > range.first_member && members[member - 1] == unit)
-            units[unit].distinct -= range.stop - range.start;
     }
     members.resize(alike);
     if (!other) return;
@@ -132,13 +150,13 @@ void Ranges::find_ranges() {
 }
 
 // The ends of these pieces, ascending, and in `places` which of them the starts and stops of the pieces are.
-void Ranges::find_ends(const int32_t* begin, const int32_t* end) {
+void Ranges::find_ends(const Place* begin, const Place* end) {
     const size_t count = end - begin;
     tokens.resize(2 * count);
     places.assign(2 * count, 0);
     for (size_t i = 0; i < count; ++i) {
-        tokens[i] = seen[begin[i]].start;
-        tokens[count + i] = seen[begin[i]].stop;
+        tokens[i] = seen[begin[i].piece].start;
+        tokens[count + i] = seen[begin[i].piece].stop;
     }
     ends.clear();
     const int32_t* const all = tokens.data();
@@ -164,7 +182,7 @@ void Ranges::find_ends(const int32_t* begin, const int32_t* end) {
         places[i] = static_cast<int32_t>(std::lower_bound(ends.begin(), ends.end(), all[i]) - ends.begin());
 }
 
-void Ranges::add_ranges(int32_t track, const int32_t* begin, const int32_t* end) {
+void Ranges::add_ranges(int32_t track, const Place* begin, const Place* end) {
     find_ends(begin, end);
     const int64_t count = end - begin;
     const int32_t *const starts = places.data(), *const stops = starts + count;
@@ -187,8 +205,8 @@ void Ranges::add_ranges(int32_t track, const int32_t* begin, const int32_t* end)
     int32_t* const units_of = members.data();
     int32_t previous = -1;
     for (int64_t i = 0; i < count; ++i) {
-        Seen& one = seen[begin[i]];
-        const int32_t unit = one.unit, first_range = order[starts[i]];
+        Seen& one = seen[begin[i].piece];
+        const int32_t unit = begin[i].unit, first_range = order[starts[i]];
         const int32_t last_range = first_range + stops[i] - starts[i];
         one.first_range = first_range;
         one.last_range = last_range;

@@ -18,7 +18,7 @@ struct Unit {
 
 // What a unit sees of a track at one delta: ranges first_range .. last_range - 1.
 struct Seen {
-    int32_t unit, track, start, stop, delta, first_range, last_range;
+    int32_t track, start, stop, delta, first_range, last_range;
 };
 
 struct Track {
@@ -52,15 +52,20 @@ class Ranges {
     int64_t tokens_unique(const Batch& batch);
 
   private:
+    struct Place {
+        int32_t piece, unit;
+    };
+
     bool plain = false;  // whether the ranges are all that the batch lists, each once
     Ints first, next, ends, order;
-    Buffer<int32_t> at, tokens, places;
+    Buffer<Place> at;
+    Buffer<int32_t> tokens, places;
     std::vector<std::pair<int32_t, int32_t>> listed;
 
     void find_units(const Batch& batch, int64_t window, const Reserve& reserve, int64_t slots);
     void find_ranges();
-    void add_ranges(int32_t track, const int32_t* begin, const int32_t* end);
-    void find_ends(const int32_t* begin, const int32_t* end);
+    void add_ranges(int32_t track, const Place* begin, const Place* end);
+    void find_ends(const Place* begin, const Place* end);
 };
 
 }  // namespace dagengine::planner

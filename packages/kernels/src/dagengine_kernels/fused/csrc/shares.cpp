@@ -12,7 +12,8 @@ namespace {
 
 // How many KV tiles from `begin` on cost at most `room`.
 int64_t affordable(const int64_t* turn, int64_t begin, int64_t end, int64_t room) {
-    int64_t low = 0, high = end - begin;
+    int64_t low = 0, high = std::max<int64_t>(std::min(end - begin, room), 0);
+    if (high && turn[begin + high - 1] == turn[begin]) return high;
     while (low < high) {
         const int64_t middle = (low + high + 1) / 2;
         if (middle + turn[begin + middle - 1] - turn[begin] <= room)
@@ -42,8 +43,9 @@ bool share_out(const std::vector<Item>& items, const int64_t* turns, int64_t wor
                 break;
             }
             int64_t piece = std::min(affordable(turn, begin, length, room - work_cost), rest - min_chunk);
-            if (piece >= min_chunk) {
-                // What stays must be divisible into pieces that are neither too small nor too large.
+            if (piece >= min_chunk && bound - work_cost < 2 * min_chunk) {
+                // What stays must be divisible into pieces that are neither too small nor too large: what is at least
+                // the smallest one is, where the largest piece is twice that.
                 const int64_t largest = bound - work_cost, more = (rest - piece + largest - 1) / largest;
                 piece = std::min(piece, rest - more * min_chunk);
             }
