@@ -1,53 +1,73 @@
-"""A linear layer gives the product rounded once, however its weight is laid out and however many rows it takes."""
+"""A layer gives norm, product, gate and residual, however its weight is laid out and whatever multiplies it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dagengine.models import linear
-from dagengine.models.linear import WIDE_ROWS, Linear
+from dagengine.models.linear import DenseLinear, OneDnnLinear, make_linear
+from dagengine.models.norm import RMSNorm
+from dagengine_kernels.linear import PackedLinear
 
-OUT, IN = 96, 64
-
-
-def parts(rows: int, dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    generator = torch.Generator().manual_seed(rows)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    return random(rows, IN), random(OUT, IN), random(OUT) if bias else None
+OUT, IN, EPS = 96, 64, 1e-5
 
 
-def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product = x.double() @ weight.double().t()
-    return product if bias is None else product + bias.double()
+def random(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 3, 8, 17, WIDE_ROWS - 1, WIDE_ROWS, WIDE_ROWS + 5])
+def definition(
+    x: Tensor, weight: Tensor, bias: Tensor, norm: Tensor, residual: Tensor, gated: bool
+) -> tuple[Tensor, Tensor]:
+    """The result in float64, and the sum of the magnitudes that went into each element."""
+    x, weight, bias, norm, residual = (t.double() for t in (x, weight, bias, norm, residual))
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * norm
+    y, size = x @ weight.t() + bias, x.abs() @ weight.abs().t() + bias.abs()
+    if gated:
+        (gate, up), (a, b) = y.chunk(2, -1), size.chunk(2, -1)
+        y, size = F.silu(gate) * up, a * b + a + b
+    return y + residual, size + residual.abs()
+
+
+@pytest.mark.parametrize("path", ["best", "oneDNN"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 8, 17, 130])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_product_is_rounded_once(dtype: torch.dtype, rows: int, bias: bool) -> None:
-    x, weight, b = parts(rows, dtype, bias)
-    y = Linear.from_checkpoint(weight, b)(x)
-    want = exact(x, weight, b)
+def test_a_layer_is_its_definition(
+    dtype: torch.dtype, rows: int, gated: bool, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "oneDNN":
+        monkeypatch.setattr(linear, "_has_matrix_units", lambda: True)
+    weight, bias, norm = (random(i, *s, dtype=dtype) for i, s in enumerate([(OUT, IN), (OUT,), (IN,)]))
+    layer = make_linear(weight, bias, norm=RMSNorm(norm, EPS), gated=gated)
+    x, residual = random(rows, rows, IN, dtype=dtype), random(7, rows, OUT // (1 + gated), dtype=dtype)
+    kept = residual.clone()
+    y = layer(x, residual)
+    want, size = definition(x, weight, bias, norm, residual, gated)
     assert y.dtype == dtype
-    assert y.shape == (rows, OUT)
-    sums = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * exact(x.abs(), weight.abs(), None)
-    assert ((y - want).abs() <= torch.finfo(dtype).eps * want.abs() + 4 * sums).all()
+    assert ((y - want).abs() <= 4 * torch.finfo(dtype).eps * (size + want.abs())).all()
+    assert torch.equal(residual, kept)
+    wide = layer(x, dtype=torch.float64) if isinstance(layer, DenseLinear) else layer(x, dtype=torch.float32)
+    assert wide.dtype != torch.bfloat16
 
 
-@pytest.mark.skipif(not linear.can_pack(), reason="oneDNN has no bfloat16 products on this machine")
-@pytest.mark.parametrize("wide", [False, True])
-def test_both_ways_to_multiply_many_rows_agree(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "prefers_float32", lambda: wide)
-    x, weight, bias = parts(WIDE_ROWS, torch.bfloat16, True)
-    y = Linear.from_checkpoint(weight, bias)(x)
-    torch.testing.assert_close(y.double(), exact(x, weight, bias), rtol=2**-7, atol=1e-2)
+def test_bfloat16_is_packed_by_the_kernels_and_by_onednn_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = random(1, OUT, IN, dtype=torch.bfloat16)
+    if PackedLinear.unavailable() is None:
+        monkeypatch.setattr(linear, "_has_matrix_units", lambda: False)
+        assert isinstance(make_linear(weight), PackedLinear)
+    if linear._onednn_multiplies_bfloat16():
+        monkeypatch.setattr(linear, "_has_matrix_units", lambda: True)
+        assert isinstance(make_linear(weight), OneDnnLinear)
 
 
 def test_a_shared_weight_is_not_copied_where_it_is_not_packed() -> None:
-    _, weight, _ = parts(1, torch.float32, False)
-    assert Linear.sharing(weight).weight.data_ptr() == weight.data_ptr()
+    weight = random(1, OUT, IN, dtype=torch.float32)
+    layer = make_linear(weight, shared=True)
+    assert isinstance(layer, DenseLinear)
+    assert layer.weight.data_ptr() == weight.data_ptr()

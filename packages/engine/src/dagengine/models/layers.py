@@ -13,27 +13,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .linear import Linear
+from .norm import RMSNorm
 
 # attend(layer, q [T, Hq, D] unrotated, k [T, Hkv, D] unrotated, v [T, Hkv, D]) -> [T, Hq, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class RMSNorm:
-    """Root mean square norm over the last axis, computed in at least float32 (Zhang and Sennrich, 2019)."""
-
-    weight: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-@dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention around the paged read: fused projection in, optional per-head q/k norm, out.
+    """x + out(attention(qkv(x))): grouped queries around the paged read, optionally with a norm per head on q and k.
 
-    `qkv` gives [(Hq + 2 Hkv) D] per row: queries, keys, values. Rotation happens where pages are written and read.
+    `qkv` norms x and gives [(Hq + 2 Hkv) D] per row: queries, keys, values. Rotation happens where pages are written
+    and read.
     """
 
     layer: int
@@ -51,33 +42,29 @@ class Attention:
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.out(attend(self.layer, q, k, v).reshape(x.shape[0], heads * dim))
+        return self.out(attend(self.layer, q, k, v).reshape(x.shape[0], heads * dim), x)
 
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """down(silu(gate x) * up x), gate and up fused: `gate_up` gives [2 I] per row (Shazeer, 2020)."""
+    """x + down(gate_up(x)); `gate_up` norms x and gives silu(gate) * up, [I] per row."""
 
     gate_up: Linear
     down: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
+        return self.down(self.gate_up(x), x)
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Pre-norm residual block: x + attention(norm x), then x + mlp(norm x)."""
+    """Pre-norm residual block."""
 
-    input_norm: RMSNorm
     attention: Attention
-    post_norm: RMSNorm
     mlp: GatedMLP
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
-        x = self.attention(self.input_norm(x), attend).add_(x)
-        return self.mlp(self.post_norm(x)).add_(x)
+        return self.mlp(self.attention(x, attend))
 
 
 @dataclass(frozen=True)
@@ -98,5 +85,4 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, vocab], in float32 or wider, of chosen rows of `forward`'s result [R, H]."""
-        values = self.head(self.norm(hidden))
-        return values if values.dtype == torch.float64 else values.float()
+        return self.head(self.norm(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))

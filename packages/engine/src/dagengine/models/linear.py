@@ -1,93 +1,106 @@
-"""y = x W + b, with the weight laid out the way this machine multiplies fastest. Knows no names of weights.
+"""A layer's product and what stands around it, done the way this machine does it fastest. Knows no names of weights.
 
-    bfloat16 on a CPU     packed once by oneDNN; many rows are multiplied in float32 where that is faster
-    anything else         [in, out], the transpose of what checkpoints hold: a CPU multiplies 2 to 64 rows by it up
-                          to twice as fast
+    y = act(norm(x) W + b) + residual        act: the identity, or silu(gate) * up of a gated layer (Shazeer, 2020)
 
-Sums are in float32 at least, and rounded once.
+    bfloat16 on a CPU     `PackedLinear` of the kernels, which does all of it in one pass over the weight;
+                          oneDNN's packed product on CPUs with matrix units, or where the kernels are not compiled
+    anything else         `DenseLinear`
+
+Sums are in float32 at least.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-WIDE_ROWS = 128
-"""Rows from which unpacking a weight to float32 costs less than it saves."""
+from dagengine_kernels.linear import PackedLinear
+
+from .norm import RMSNorm
+
+
+class Linear(Protocol):
+    """y [T, out] of x [T, in]; `residual` [T, out] is added, and y is in `dtype`, by default x's own."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, *, dtype: torch.dtype | None = None
+    ) -> Tensor: ...
+
+
+def make_linear(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: RMSNorm | None = None,
+    gated: bool = False,
+    shared: bool = False,
+) -> Linear:
+    """The layer of a weight [out, in], the layout of checkpoints.
+
+    Args:
+        bias: [out].
+        norm: what x goes through first.
+        gated: the weight holds the gate's rows, then up's; y has half as many outputs.
+        shared: something else holds the weight too; it is copied only where that pays.
+    """
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
+        if _has_matrix_units() or PackedLinear.unavailable() is not None:
+            if _onednn_multiplies_bfloat16():
+                return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight), bias, norm, gated)
+        elif norm is None:
+            return PackedLinear(weight, bias, gated=gated)
+        else:
+            return PackedLinear(weight, bias, norm=norm.weight, eps=norm.eps, gated=gated)
+    return DenseLinear(weight.t() if shared else weight.t().contiguous(), bias, norm, gated)
 
 
 @dataclass(frozen=True)
-class Linear:
-    """y [T, out] = x [T, in] W + b, in x's dtype.
+class DenseLinear:
+    """In torch's own operations.
 
     Attributes:
-        weight: [in, out], or packed from [out, in] (then its layout is `torch._mkldnn`).
-        bias: [out].
+        weight: [in, out]; contiguous, a CPU multiplies 2 to 64 rows by it up to twice as fast as by the transpose.
     """
 
     weight: Tensor
     bias: Tensor | None = None
+    norm: RMSNorm | None = None
+    gated: bool = False
 
-    @classmethod
-    def from_checkpoint(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """From a weight [out, in], the layout of checkpoints."""
-        if _is_packable(weight):
-            return cls(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), bias)
-        return cls(weight.t().contiguous(), bias)
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        y = self.multiply(x if self.norm is None else self.norm(x))
+        if self.gated:
+            gate, up = y.chunk(2, dim=-1)
+            y = F.silu(gate).mul_(up)
+        if residual is not None:
+            y = y.add_(residual)
+        return y if dtype is None else y.to(dtype)
 
-    @classmethod
-    def sharing(cls, weight: Tensor) -> Linear:
-        """From a weight [out, in] that something else holds too; copied only where it must be packed."""
-        if _is_packable(weight):
-            return cls.from_checkpoint(weight)
-        return cls(weight.t())
-
-    @property
-    def packed(self) -> bool:
-        return self.weight.is_mkldnn
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if not self.packed:
-            return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
-        if len(x) >= WIDE_ROWS and prefers_float32():
-            bias = None if self.bias is None else self.bias.float()
-            return F.linear(x.float(), self.weight.to_dense(torch.float32), bias).to(x.dtype)
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+    def multiply(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
 
-def _is_packable(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and can_pack()
+class OneDnnLinear(DenseLinear):
+    """With a weight that oneDNN packed."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return y
 
 
 @cache
-def can_pack() -> bool:
-    """Whether oneDNN multiplies packed bfloat16 weights here."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+def _has_matrix_units() -> bool:
+    """AMX: oneDNN uses it, and nothing else is as fast with many rows."""
+    return bool(torch.cpu._is_amx_tile_supported())
 
 
 @cache
-def prefers_float32() -> bool:
-    """Whether many rows are multiplied faster in float32 than in bfloat16: so on CPUs whose bfloat16 products have
-    half the rate, such as Intel's without AMX. Measured once; the two differ by far more than the noise."""
-    x, weight = torch.ones(256, 512), torch.ones(1024, 512)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16())
-    narrow = x.bfloat16()
-    with torch.inference_mode():
-        return _least_seconds(lambda: F.linear(x, weight)) < _least_seconds(
-            lambda: torch.ops.mkldnn._linear_pointwise(narrow, packed, None, "none", [], "")
-        )
-
-
-def _least_seconds(run: Callable[[], Tensor]) -> float:
-    least = float("inf")
-    for _ in range(5):
-        begin = time.perf_counter()
-        run()
-        least = min(least, time.perf_counter() - begin)
-    return least
+def _onednn_multiplies_bfloat16() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -7,8 +7,9 @@ import torch
 from dagengine_positions import ModelGeometry
 
 from ..weights import WeightSource, take_head
-from .layers import Attention, Decoder, DecoderLayer, GatedMLP, RMSNorm
-from .linear import Linear
+from .layers import Attention, Decoder, DecoderLayer, GatedMLP
+from .linear import Linear, make_linear
+from .norm import RMSNorm
 
 
 class LlamaForCausalLM(Decoder):
@@ -22,7 +23,7 @@ class LlamaForCausalLM(Decoder):
         layers = tuple(_layer(geometry, source, index) for index in range(geometry.num_layers))
         norm = RMSNorm(source.take("model.norm.weight", (hidden,)), eps)
         head = take_head(source, embedding, tied=geometry.tie_word_embeddings)
-        return cls(embedding, layers, norm, Linear.sharing(head))
+        return cls(embedding, layers, norm, make_linear(head, shared=True))
 
 
 def _layer(geometry: ModelGeometry, source: WeightSource, index: int) -> DecoderLayer:
@@ -30,23 +31,30 @@ def _layer(geometry: ModelGeometry, source: WeightSource, index: int) -> Decoder
     heads, kv_heads, inner = geometry.num_heads, geometry.num_kv_heads, geometry.intermediate_size
     attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
 
-    def linear(names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> Linear:
+    def linear(
+        names: tuple[str, ...],
+        rows: tuple[int, ...],
+        columns: int,
+        bias: bool,
+        norm: RMSNorm | None = None,
+        gated: bool = False,
+    ) -> Linear:
         weight = [source.take(f"{n}.weight", (r, columns)) for n, r in zip(names, rows, strict=True)]
         biases = [source.take(f"{n}.bias", (r,)) for n, r in zip(names, rows, strict=True)] if bias else None
-        return Linear.from_checkpoint(torch.cat(weight), torch.cat(biases) if biases else None)
+        return make_linear(torch.cat(weight), torch.cat(biases) if biases else None, norm=norm, gated=gated)
 
     def norm(name: str, size: int) -> RMSNorm:
         return RMSNorm(source.take(f"{name}.weight", (size,)), eps)
 
     return DecoderLayer(
-        input_norm=norm(f"model.layers.{index}.input_layernorm", hidden),
-        attention=Attention(
+        Attention(
             layer=index,
             qkv=linear(
                 tuple(f"{attention}.{p}_proj" for p in "qkv"),
                 (heads * dim, kv_heads * dim, kv_heads * dim),
                 hidden,
                 geometry.attention_bias,
+                norm(f"model.layers.{index}.input_layernorm", hidden),
             ),
             out=linear((f"{attention}.o_proj",), (hidden,), heads * dim, geometry.attention_out_bias),
             num_heads=heads,
@@ -55,9 +63,15 @@ def _layer(geometry: ModelGeometry, source: WeightSource, index: int) -> Decoder
             q_norm=norm(f"{attention}.q_norm", dim) if geometry.qk_norm else None,
             k_norm=norm(f"{attention}.k_norm", dim) if geometry.qk_norm else None,
         ),
-        post_norm=norm(f"model.layers.{index}.post_attention_layernorm", hidden),
-        mlp=GatedMLP(
-            gate_up=linear((f"{mlp}.gate_proj", f"{mlp}.up_proj"), (inner, inner), hidden, geometry.mlp_bias),
+        GatedMLP(
+            gate_up=linear(
+                (f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                (inner, inner),
+                hidden,
+                geometry.mlp_bias,
+                norm(f"model.layers.{index}.post_attention_layernorm", hidden),
+                gated=True,
+            ),
             down=linear((f"{mlp}.down_proj",), (hidden,), inner, geometry.mlp_bias),
         ),
     )

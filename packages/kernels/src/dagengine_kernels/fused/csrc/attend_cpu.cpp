@@ -3,8 +3,8 @@
 // Workers are taken by whichever thread is free; a worker's result does not depend on who took it, and parts are merged
 // in the plan's order, so the bits are the same for every number of threads.
 #include "attend_cpu.h"
+#include "threads.h"
 
-#include <dlfcn.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -16,7 +16,6 @@
 #include <new>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
 
 namespace py = pybind11;
@@ -53,23 +52,6 @@ const Isa* isa_named(const std::string& name) {
     for (const Isa* isa : isas())
         if (name == isa->name) return isa;
     throw py::value_error("this machine cannot run " + name);
-}
-
-// fn(context) on `count` threads, this one among them: by the OpenMP runtime that is in the process already (torch's),
-// so that there is one team of threads and not two; by threads of our own where there is none.
-void on_threads(int count, void (*fn)(void*), void* context) {
-    using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-    static const Parallel parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-    if (count <= 1) {
-        fn(context);
-    } else if (parallel) {
-        parallel(fn, context, unsigned(count), 0);
-    } else {
-        std::vector<std::thread> others;
-        for (int i = 1; i < count; i++) others.emplace_back(fn, context);
-        fn(context);
-        for (std::thread& other : others) other.join();
-    }
 }
 
 // Memory that grows and is used again by the next launch; one launch at a time.

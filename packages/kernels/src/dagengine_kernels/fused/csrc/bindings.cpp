@@ -6,6 +6,7 @@ namespace py = pybind11;
 void bind_planner(py::module_& module);
 #ifdef DAGENGINE_HAS_CPU
 void bind_cpu(py::module_& module);
+void bind_linear(py::module_& module);
 #endif
 #ifdef DAGENGINE_HAS_CUDA
 void bind_cuda(py::module_& module);
@@ -17,6 +18,8 @@ PYBIND11_MODULE(_native, module) {
 #ifdef DAGENGINE_HAS_CPU
     auto cpu = module.def_submodule("cpu");
     bind_cpu(cpu);
+    auto linear = module.def_submodule("linear");
+    bind_linear(linear);
 #endif
 #ifdef DAGENGINE_HAS_CUDA
     auto cuda = module.def_submodule("cuda");
