@@ -5,7 +5,8 @@
 K is normed (where a model norms its heads) and rotated in float32 at its stored position by tables built in
 float64, rounded once to the pages' dtype and never rewritten. V is stored as it comes.
 
-On a CUDA device one launch does it all (fused/cuda/append.py); `AppendPlan.implementation` says what runs.
+On a CUDA device one launch does it all (fused/cuda/append.py), on a CPU one native call (fused/append_cpu.py);
+`AppendPlan.implementation` says what runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
+from dagengine_kernels.fused import native
+from dagengine_kernels.fused.append_cpu import CpuAppender
 from dagengine_kernels.fused.cuda import driver
 from dagengine_kernels.fused.cuda.append import Appender
 from dagengine_kernels.rotary import RotaryTable, check_head_dim, expand_rows, turn
@@ -57,8 +60,10 @@ class AppendPlan:
 
     @cached_property
     def implementation(self) -> str:
-        """What `write` runs: ``cuda`` (for what its kernel takes: see there) or ``torch``."""
-        return "cuda" if self.slots.is_cuda and driver.unavailable() is None else "torch"
+        """What `write` runs: ``cuda`` or ``cpu`` (for what they take: see there) or ``torch``."""
+        if self.slots.is_cuda:
+            return "cuda" if driver.unavailable() is None else "torch"
+        return "cpu" if self.slots.device.type == "cpu" and native.why_missing() is None else "torch"
 
     def write(
         self,
@@ -98,6 +103,10 @@ class AppendPlan:
                     q_weight=None if q_norm is None else q_norm.weight,
                     q_eps=0.0 if q_norm is None else q_norm.eps,
                 )
+        if self.implementation == "cpu" and self._cpu_appender.takes(k, v, kv_layer):
+            weight, eps = (None, 0.0) if k_norm is None else (k_norm.weight, k_norm.eps)
+            self._cpu_appender.write(k, v, kv_layer, k_weight=weight, k_eps=eps)
+            return None if q is None or q_norm is None else q_norm(q).to(q.dtype)
         if k_norm is not None:
             k = k_norm(k)
         if self.rotary is not None and self._turning is not None:
@@ -144,6 +153,11 @@ class AppendPlan:
     def _appender(self) -> Appender:
         slots, positions = (x.to(torch.int64).contiguous() for x in (self.slots, self.positions))
         return Appender(slots, positions, self.rotary, self.page_size)
+
+    @cached_property
+    def _cpu_appender(self) -> CpuAppender:
+        slots, positions = (x.to(torch.int64).contiguous() for x in (self.slots, self.positions))
+        return CpuAppender(slots, positions, self.rotary, self.page_size)
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:

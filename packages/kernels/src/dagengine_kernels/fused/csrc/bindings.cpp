@@ -7,6 +7,7 @@ void bind_planner(py::module_& module);
 #ifdef DAGENGINE_HAS_CPU
 void bind_cpu(py::module_& module);
 void bind_linear(py::module_& module);
+void bind_append(py::module_& module);
 #endif
 #ifdef DAGENGINE_HAS_CUDA
 void bind_cuda(py::module_& module);
@@ -20,6 +21,8 @@ PYBIND11_MODULE(_native, module) {
     bind_cpu(cpu);
     auto linear = module.def_submodule("linear");
     bind_linear(linear);
+    auto append = module.def_submodule("append");
+    bind_append(append);
 #endif
 #ifdef DAGENGINE_HAS_CUDA
     auto cuda = module.def_submodule("cuda");
