@@ -88,6 +88,18 @@ def test_shared_memory_fits(v):
     assert v.ctas_per_sm * (v.smem_bytes + tables + 1024 + RESERVED) <= SHARED_PER_SM
 
 
+def test_wide_tiles_are_for_pages_with_many_readers():
+    def readers(count, shared):
+        pages = [(0, 0, 64, 0, 0)] if shared else None
+        listed = [SequenceSegments(70, 1, pages or [(b, 0, 64, 0, 0)], b) for b in range(count)]
+        return SegmentTable.from_sequences(listed, page_size=64, num_pages=count)
+
+    assert executor.widely_shared(readers(32, True), 4)
+    assert not executor.widely_shared(readers(32, False), 4)
+    assert not executor.widely_shared(readers(16, True), 4)
+    assert not executor.widely_shared(SegmentTable.from_sequences([], page_size=64, num_pages=1), 4)
+
+
 def test_long_works_come_first():
     works = np.array([[0, 0, 0, 3, -1], [0, 1, 3, 10, 0], [1, 0, 10, 13, 8], [1, 1, 13, 20, -1]], np.int32)
     given = PlanClass(64, np.zeros((2, 16), np.int32), works, np.array([0, 2, 4], np.int32))

@@ -23,7 +23,7 @@ from dagengine_kernels.fused.plan import INVISIBLE, WORK_BEGIN, WORK_END, PlanCl
 from dagengine_kernels.fused.tilelang.variant import FARTHEST, PAGE_SIZE, Variant
 from dagengine_kernels.lse import LOG2E
 from dagengine_kernels.rotary import RotaryTable
-from dagengine_kernels.segments import DELTA, SegmentTable
+from dagengine_kernels.segments import DELTA, PAGE, SegmentTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +79,7 @@ class TileLangExecutor(Executor):
         check_distances(table)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         long = bool(len(table.q_indptr) > 1 and np.diff(table.q_indptr).max() * shape.group > NARROW)
-        keys = self._keys or (128 if long else 64)
+        keys = self._keys or (128 if long or widely_shared(table, shape.group) else 64)
         heights = (WIDE,) if long else (NARROW, WIDE)
         return PlanParameters(
             group=shape.group,
@@ -206,6 +206,15 @@ def stages(rows: int, boxes: int, head_dim: int, per_sm: int) -> int:
     return min(6, room // (4 * head_dim * boxes * PAGE_SIZE))
 
 
+def widely_shared(table: SegmentTable, group: int) -> bool:
+    """Whether most reads can be shared by more rows than one warpgroup's: then products bound, not bytes."""
+    pages = table.extents[:, PAGE]
+    if table.num_rows * group <= NARROW or not len(pages):
+        return False
+    readers = len(pages) / np.count_nonzero(np.bincount(pages))
+    return bool(readers * group > NARROW / 2)
+
+
 def longest_first(tiles: PlanClass) -> np.ndarray:
     """The works of a class by falling length: CTAs take them in that order."""
     lengths = tiles.works[:, WORK_END] - tiles.works[:, WORK_BEGIN]
@@ -261,5 +270,8 @@ def variants() -> Sequence[Variant]:
         nothing = torch.zeros(1, 1)
         pairing: Any = "interleaved" if interleaved else "half"
         rotary = RotaryTable(nothing, nothing, rotary_dim, pairing, nothing, 1.0) if rotary_dim else None
-        made += [variant(dtype, shape, rotary, rows, boxes) for rows, boxes in ((64, 1), (128, 1), (128, 2))]
+        made += [
+            variant(dtype, shape, rotary, rows, boxes)
+            for rows, boxes in ((64, 1), (64, 2), (128, 1), (128, 2))
+        ]
     return made
