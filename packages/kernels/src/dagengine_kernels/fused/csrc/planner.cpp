@@ -7,16 +7,13 @@
 #include <memory>
 #include <tuple>
 
+#include "clusters.h"
 #include "ranges.h"
+#include "sights.h"
 
 namespace dagengine::planner {
 
 namespace {
-
-constexpr int32_t INVISIBLE = INT32_MIN;
-constexpr int64_t MIN_GAIN = 64;
-constexpr int64_t MIN_GAIN_SHARE = 8;
-constexpr int64_t LANES = 4;  // vectors of deltas are multiples of this
 
 struct Tile {
     int32_t height;
@@ -25,44 +22,6 @@ struct Tile {
     bool masked;                  // whether `masks` of the runs are to be looked at
     int64_t walk;                 // where the walk begins that it is of
     int64_t read;                 // pages
-};
-
-struct Cluster {
-    int64_t first, last;  // into cluster_units
-    int64_t union_tokens, rows;
-    // The units that were chosen first, as far as the lowest tile holds them, and the longest of the others.
-    int64_t head_rows, head_tokens, longest_other;
-};
-
-struct Candidate {
-    int64_t length;
-    int32_t unit, size;
-};
-
-// What a tile's slots see of a range: a vector of deltas, INVISIBLE where they do not. The k-th time that a unit sees
-// the range is in layer k, each a sight of its own.
-struct Sight {
-    int32_t range, layer;
-    int32_t deeper;  // the sight of the next layer, or -1
-};
-
-struct Local {
-    uint32_t stamp;
-    int32_t sight;
-};
-
-// Part of a group's walk.
-struct Stretch {
-    int32_t group, layer, track, start, stop;
-};
-
-struct Group {
-    uint64_t hash;
-    int32_t sight;      // one that has its vector
-    int32_t tail = -1;  // its growing tail's stretch, or -1
-    int32_t count = 0;
-
-    Group(uint64_t hash, int32_t sight) : hash(hash), sight(sight) {}
 };
 
 // A work that leaves a partial result.
@@ -83,21 +42,17 @@ class Planner {
         reserve = given_reserve;
         slots.clear();
         for (int64_t height : parameters.heights) slots.push_back(height / parameters.group);
-        words = up(slots.back(), 64);
         page_shift = -1;
         for (int shift = 0; shift < 15; ++shift)
             if (batch.page_size == int64_t{1} << shift) page_shift = shift;
-        hash_keys(up(slots.back(), LANES) * LANES / 2);
         out = Plan{};
         out.entries.reserve(usual_entries);
         out.runs.reserve(usual_runs);
         out.deltas.reserve(usual_deltas);
         out.tails.assign(batch.sequences, Tail{-1, 0});
         in.find(batch, parameters.window, reserve, slots.back());
-        range_stamp.assign(in.ranges.size(), 0);
-        local.assign(in.ranges.size(), Local{0, 0});
-        stamp = 0;
-        gain.assign(in.units.size(), 0);
+        clusters.begin(in, slots.front());
+        sights.begin(in, slots.back());
         pack();
         assemble();
         out.tokens_unique = in.tokens_unique(batch);
@@ -114,35 +69,18 @@ class Planner {
     Plan out;
     std::vector<int64_t> slots;
     size_t usual_entries = 0, usual_runs = 0, usual_deltas = 0;
-    int64_t words = 0;  // 64-bit words of a mask of slots
     int page_shift = -1;  // of a page size that is a power of two
 
     Ranges in;
-    std::vector<int64_t> gain;
-    Ints cluster_units, tile_units;
-    std::vector<Candidate> left;
-    std::vector<Cluster> clusters, split;
-    std::vector<uint32_t> range_stamp;
-    uint32_t stamp = 0;
-
+    Clusters clusters;
+    std::vector<Cluster> whole, split;
+    Sights sights;
     std::vector<Tile> tiles;
     Ints tile_rows;
-    Buffer<uint64_t> masks;  // slots that see something, `words` each
-    Buffer<int64_t> mask_of_run;
+    Buffer<int64_t> mask_of_run;  // into sights.masks
 
-    // Of the tile that is being written. A vector has `width` deltas, the last ones beyond the tile's rows.
-    std::vector<Local> local;  // range -> its sight in layer 0
-    Buffer<Sight> sights;
-    int32_t num_sights = 0;
-    Buffer<int32_t> vectors;  // by sight
-    int64_t width = 0;
-    int64_t first_mask = 0;  // that of sight 0
-    std::vector<uint64_t> keys;  // odd, of each two deltas
-    Ints table;                  // groups by hash
-    Buffer<Stretch> stretches, sorted;
-    std::vector<Group> groups;
-
-    Ints next, order, distinct;
+    Buffer<Stretch> sorted;
+    Ints next, order, distinct, tile_units;
     std::vector<Item> items;
     std::vector<int64_t> turns;  // cost of the changes of run up to each KV tile
     std::vector<int64_t> flat;   // no such costs
@@ -152,96 +90,28 @@ class Planner {
     Buffer<Cut> sorted_cuts;  // by item
     std::vector<uint64_t> cut_masks;
 
-    // Greedy clusters of `chosen` units, appended to `made`; their units go to cluster_units.
-    void cluster(const int32_t* chosen, int64_t count, int64_t cap, std::vector<Cluster>& made) {
-        left.resize(count);
-        for (int64_t i = 0; i < count; ++i) {
-            const Unit& unit = in.units[chosen[i]];
-            left[i] = {unit.length, chosen[i], static_cast<int32_t>(unit.size)};
-        }
-        std::sort(left.begin(), left.end(), [&](const Candidate& a, const Candidate& b) {
-            return a.length != b.length ? a.length > b.length : a.unit < b.unit;
-        });
-        while (!left.empty()) {
-            ++stamp;
-            for (const Candidate& one : left) gain[one.unit] = 0;
-            Cluster one{static_cast<int64_t>(cluster_units.size()), 0, 0, 0, 0, 0, 0};
-            bool head = true;
-            size_t best = 0;
-            while (best < left.size()) {
-                const Candidate taken = left[best];
-                left.erase(left.begin() + best);
-                cluster_units.push_back(taken.unit);
-                one.rows += taken.size;
-                head = head && one.rows <= slots.front();
-                // One whose tokens are all covered brings none.
-                if (gain[taken.unit] != taken.length) one.union_tokens += cover(taken.unit, !left.empty());
-                if (head) {
-                    one.head_rows = one.rows;
-                    one.head_tokens = one.union_tokens;
-                } else {
-                    one.longest_other = std::max(one.longest_other, in.units[taken.unit].distinct);
-                }
-                best = left.size();
-                if (one.rows == cap) break;
-                int64_t most = -1;
-                for (size_t i = 0; i < left.size(); ++i) {
-                    const Candidate& other = left[i];
-                    const int64_t tokens = gain[other.unit];
-                    if (tokens < most || other.size > cap - one.rows || tokens < MIN_GAIN ||
-                        tokens * MIN_GAIN_SHARE < other.length)
-                        continue;
-                    if (tokens == most && other.unit > left[best].unit) continue;
-                    most = tokens;
-                    best = i;
-                }
-            }
-            one.last = static_cast<int64_t>(cluster_units.size());
-            std::sort(cluster_units.begin() + one.first, cluster_units.end());
-            made.push_back(one);
-        }
-    }
-
-    // Tokens that a unit sees and that are not covered yet. They now are, which others gain from.
-    int64_t cover(int32_t unit, bool others) {
-        int64_t tokens = 0;
-        for (int64_t i = in.units[unit].first_piece; i < in.units[unit].last_piece; ++i)
-            for (int32_t r = in.seen[i].first_range; r < in.seen[i].last_range; ++r) {
-                if (range_stamp[r] == stamp) continue;
-                range_stamp[r] = stamp;
-                const Range& range = in.ranges[r];
-                const int64_t length = range.stop - range.start;
-                tokens += length;
-                if (!others) continue;
-                for (int32_t m = range.first_member; m < range.last_member; ++m) gain[in.members[m]] += length;
-            }
-        return tokens;
-    }
-
     void pack() {
         tiles.clear();
         tile_rows.clear();
-        masks.clear();
         for (const Unit& unit : in.long_units) walk_long(unit);
         tile_units.resize(in.units.size());
         for (size_t u = 0; u < in.units.size(); ++u) tile_units[u] = static_cast<int32_t>(u);
-        cluster_units.clear();
-        clusters.clear();
-        cluster(tile_units.data(), static_cast<int64_t>(in.units.size()), slots.back(), clusters);
-        for (const Cluster& one : clusters) {
-            tile_units.assign(cluster_units.begin() + one.first, cluster_units.begin() + one.last);
+        whole.clear();
+        clusters.find(tile_units.data(), static_cast<int64_t>(in.units.size()), slots.back(), whole);
+        for (const Cluster& one : whole) {
+            tile_units.assign(clusters.units.begin() + one.first, clusters.units.begin() + one.last);
             split.clear();
             if (one.rows <= slots.front())
                 walk_tile(tile_units.data(), tile_units.size(), 0);
             else if (!is_split(one))
                 walk_tile(tile_units.data(), tile_units.size(), slots.size() - 1);
             for (const Cluster& part : split)
-                walk_tile(cluster_units.data() + part.first, part.last - part.first, 0);
+                walk_tile(clusters.units.data() + part.first, part.last - part.first, 0);
         }
     }
 
     // Whether tiles of the lowest height read less for the units of a cluster (tile_units); they are then in `split`.
-    bool is_split(const Cluster& whole) {
+    bool is_split(const Cluster& one) {
         if (slots.size() == 1) return false;
         for (int32_t u : tile_units)
             if (in.units[u].size > slots.front()) return false;
@@ -249,14 +119,14 @@ class Planner {
         // others is in another part. Each other one reads at least what its shortest unit sees.
         distinct.clear();
         for (int32_t u : tile_units) distinct.push_back(static_cast<int32_t>(in.units[u].distinct));
-        const bool full = whole.head_rows == slots.front();
-        const int64_t parts = up(whole.rows, slots.front()) - (full ? 2 : 1);
+        const bool full = one.head_rows == slots.front();
+        const int64_t parts = up(one.rows, slots.front()) - (full ? 2 : 1);
         std::partial_sort(distinct.begin(), distinct.begin() + parts, distinct.end());
-        const double wide = static_cast<double>(whole.union_tokens) * parameters.wide_cost;
-        int64_t least = whole.head_tokens + (full ? whole.longest_other : 0);
+        const double wide = static_cast<double>(one.union_tokens) * parameters.wide_cost;
+        int64_t least = one.head_tokens + (full ? one.longest_other : 0);
         for (int64_t part = 0; part < parts; ++part) least += distinct[part];
         if (wide <= static_cast<double>(least)) return false;
-        cluster(tile_units.data(), static_cast<int64_t>(tile_units.size()), slots.front(), split);
+        clusters.find(tile_units.data(), static_cast<int64_t>(tile_units.size()), slots.front(), split);
         int64_t read = 0;
         for (const Cluster& part : split) read += part.union_tokens;
         if (wide > static_cast<double>(read)) return true;
@@ -267,138 +137,21 @@ class Planner {
     void walk_tile(const int32_t* mine, int64_t number, int64_t height) {
         Tile tile{static_cast<int32_t>(height), static_cast<int64_t>(tile_rows.size()), 0, end_tile(), 0, true,
                   end_tile(), 0};
-        for (int64_t i = 0; i < number; ++i) tile.num_rows += in.units[mine[i]].size;
-        width = up(tile.num_rows, LANES) * LANES;
-        begin_sights(mine, number);
-        int64_t slot = 0;
         for (int64_t i = 0; i < number; ++i) {
             const Unit& unit = in.units[mine[i]];
-            see(unit, slot);
+            tile.num_rows += unit.size;
             for (int64_t row = 0; row < unit.size; ++row)
                 tile_rows.push_back(static_cast<int32_t>(unit.first_row + row));
-            slot += unit.size;
         }
-        group_sights();
+        sights.find(mine, number, tile.num_rows);
         write_groups(tile);
         tile.end = end_tile();
         tiles.push_back(tile);
     }
 
-    // Room for the sights of these units: at most one for each time that one of them sees a range.
-    void begin_sights(const int32_t* mine, int64_t number) {
-        int64_t most = 0;
-        for (int64_t i = 0; i < number; ++i)
-            for (int64_t p = in.units[mine[i]].first_piece; p < in.units[mine[i]].last_piece; ++p)
-                most += in.seen[p].last_range - in.seen[p].first_range;
-        num_sights = 0;
-        sights.resize(most);
-        vectors.resize(most * width);
-        first_mask = static_cast<int64_t>(masks.size());
-        masks.resize(first_mask + most * words);
-        ++stamp;
-    }
-
-    // A unit, whose rows are in the slots from `slot` on, sees its pieces.
-    void see(const Unit& unit, int64_t slot) {
-        const int64_t across = width, mask_words = words, size = unit.size;
-        const uint32_t now = stamp;
-        const uint64_t bit = uint64_t{1} << slot % 64;
-        Local* const locals = local.data();
-        int32_t* const deltas = vectors.data() + slot;
-        uint64_t* const bits = masks.data() + first_mask + slot / 64;
-        const Seen* const end = in.seen.data() + unit.last_piece;
-        for (const Seen* piece = in.seen.data() + unit.first_piece; piece != end; ++piece)
-            for (int32_t r = piece->first_range; r < piece->last_range; ++r) {
-                if (locals[r].stamp != now) locals[r] = {now, add_sight(r, 0)};
-                int64_t sight = locals[r].sight;
-                if (deltas[sight * across] != INVISIBLE) sight = deeper_sight(r, slot);
-                deltas[sight * across] = piece->delta;
-                bits[sight * mask_words] |= bit;
-                for (int64_t row = 1; row < size; ++row) {
-                    deltas[sight * across + row] = piece->delta;
-                    masks[first_mask + sight * mask_words + (slot + row) / 64] |= uint64_t{1} << (slot + row) % 64;
-                }
-            }
-    }
-
-    // The sight of the first layer in which a slot does not see the range yet.
-    int32_t deeper_sight(int32_t range, int64_t slot) {
-        int32_t sight = local[range].sight;
-        while (vectors[sight * width + slot] != INVISIBLE) {
-            if (sights[sight].deeper < 0) {
-                const int32_t deeper = add_sight(range, sights[sight].layer + 1);
-                sights[sight].deeper = deeper;
-            }
-            sight = sights[sight].deeper;
-        }
-        return sight;
-    }
-
-    int32_t add_sight(int32_t range, int32_t layer) {
-        const int32_t sight = num_sights++;
-        sights[sight] = {range, layer, -1};
-        std::fill_n(vectors.data() + sight * width, width, INVISIBLE);
-        for (int64_t word = 0; word < words; ++word) masks[first_mask + sight * words + word] = 0;
-        return sight;
-    }
-
-    // What is seen at one vector of deltas is one group, in the order in which the slots come upon it.
-    void group_sights() {
-        groups.clear();
-        stretches.clear();
-        size_t size = 64;
-        while (static_cast<int64_t>(size) < 2 * num_sights) size *= 2;
-        table.assign(size, -1);
-        masks.resize(first_mask + num_sights * words);
-        for (int32_t s = 0; s < num_sights; ++s) {
-            const Sight& first = sights[s];
-            if (first.layer) continue;
-            const Range& range = in.ranges[first.range];
-            const bool tail = in.tracks[range.track].tail_of >= 0;
-            const Sight* sight = &first;
-            while (true) {
-                const int32_t g = group_of(static_cast<int32_t>(sight - sights.data()));
-                if (tail) groups[g].tail = static_cast<int32_t>(stretches.size());
-                ++groups[g].count;
-                stretches.push_back({g, sight->layer, range.track, range.start, range.stop});
-                if (sight->deeper < 0) break;
-                sight = &sights[sight->deeper];
-            }
-        }
-    }
-
-    int32_t group_of(int32_t sight) {
-        const int32_t* const vector = vectors.data() + sight * width;
-        uint64_t hash = 0;
-        for (int64_t i = 0; i < width / 2; ++i) {
-            const uint64_t low = static_cast<uint32_t>(vector[2 * i]), high = static_cast<uint32_t>(vector[2 * i + 1]);
-            hash += (low | high << 32) * keys[i];
-        }
-        hash ^= hash >> 32;
-        hash *= keys[0];
-        const size_t mask = table.size() - 1;
-        size_t place = hash >> 32 & mask;
-        while (table[place] >= 0) {
-            const Group& group = groups[table[place]];
-            if (group.hash == hash && std::equal(vector, vector + width, vectors.data() + group.sight * width))
-                return table[place];
-            place = (place + 1) & mask;
-        }
-        table[place] = static_cast<int32_t>(groups.size());
-        groups.emplace_back(hash, sight);
-        return table[place];
-    }
-
-    void hash_keys(size_t count) {
-        while (keys.size() < count) {
-            uint64_t key = (keys.size() + 1) * 0x9E3779B97F4A7C15u;
-            key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9u;
-            key = (key ^ key >> 27) * 0x94D049BB133111EBu;
-            keys.push_back((key ^ key >> 31) | 1);
-        }
-    }
-
     void write_groups(Tile& tile) {
+        const auto& groups = sights.groups;
+        const auto& stretches = sights.stretches;
         // Groups with a tail go last; the stretches of each are brought together.
         order.clear();
         for (int tail = 0; tail < (reserve.indptr ? 2 : 1); ++tail)
@@ -417,8 +170,8 @@ class Planner {
         mask_of_run.resize(out.runs.size());
         for (int32_t g : order) {
             const Group& group = groups[g];
-            out.runs[run] = run_of(vectors.data() + group.sight * width, tile);
-            mask_of_run[run] = first_mask + group.sight * words;
+            out.runs[run] = run_of(sights.vector_of(group), tile);
+            mask_of_run[run] = sights.mask_of(group);
             Stretch* const end = sorted.data() + next[g];
             Stretch* const begin = end - group.count;
             auto before = [](const Stretch& a, const Stretch& b) {
@@ -511,35 +264,36 @@ class Planner {
         std::vector<Key> by_view;
         Ints appeared;
         for (int64_t j = unit.first_piece; j < unit.last_piece; ++j) {
-            const Seen& piece = in.long_seen[j];
-            const int64_t base = in.tracks[piece.track].base;
-            if (!parameters.window && base + piece.stop - 1 + piece.delta <= position) {
-                const auto known = std::find(appeared.begin(), appeared.end(), piece.delta) - appeared.begin();
-                if (known == static_cast<int64_t>(appeared.size())) appeared.push_back(piece.delta);
+            const int32_t delta = in.seen[j].delta;
+            const int64_t base = in.tracks[in.seen[j].where].base;
+            if (!parameters.window && base + in.ends_of[j].stop - 1 + delta <= position) {
+                const auto known = std::find(appeared.begin(), appeared.end(), delta) - appeared.begin();
+                if (known == static_cast<int64_t>(appeared.size())) appeared.push_back(delta);
                 by_view.push_back({0, known, j});
             } else {
-                by_view.push_back({1, base + piece.start + piece.delta, j});
+                by_view.push_back({1, base + in.ends_of[j].start + delta, j});
             }
         }
         std::sort(by_view.begin(), by_view.end(), [](const Key& a, const Key& b) {
             return std::tie(a.late, a.key, a.piece) < std::tie(b.late, b.key, b.piece);
         });
         const int64_t walk_begin = end_tile();
-        const Seen* previous = nullptr;
+        int64_t previous = -1;
         for (const Key& key : by_view) {
-            const Seen& piece = in.long_seen[key.piece];
-            int64_t start = piece.start;
-            if (!previous || previous->delta != piece.delta) {
-                if (previous) pad(static_cast<int32_t>(out.runs.size()) - 1);
-                out.runs.push_back({piece.delta, -1});
-            } else if (previous->track == piece.track && previous->stop == start && start % size) {
+            const auto [track, delta] = in.seen[key.piece];
+            const auto [first, stop] = in.ends_of[key.piece];
+            int64_t start = first;
+            if (previous < 0 || in.seen[previous].delta != delta) {
+                if (previous >= 0) pad(static_cast<int32_t>(out.runs.size()) - 1);
+                out.runs.push_back({delta, -1});
+            } else if (in.seen[previous].where == track && in.ends_of[previous].stop == start && start % size) {
                 const int64_t at = start / size * size;
                 int32_t& rows = out.entries.back().rows;
-                rows = static_cast<int32_t>((rows & 0xFFFF) | std::min<int64_t>(piece.stop - at, size) << 16);
-                start = std::min<int64_t>(piece.stop, at + size);
+                rows = static_cast<int32_t>((rows & 0xFFFF) | std::min<int64_t>(stop - at, size) << 16);
+                start = std::min<int64_t>(stop, at + size);
             }
-            if (start < piece.stop) enter(piece.track, start, piece.stop, static_cast<int32_t>(out.runs.size()) - 1);
-            previous = &piece;
+            if (start < stop) enter(track, start, stop, static_cast<int32_t>(out.runs.size()) - 1);
+            previous = key.piece;
         }
         pad(static_cast<int32_t>(out.runs.size()) - 1);
         mask_of_run.resize(out.runs.size());  // not looked at
@@ -604,7 +358,8 @@ class Planner {
             share(items, costs, heads, parameters.workers[height], parameters, shares, one.work_indptr);
             one.works.reserve(shares.size());
             for (const Piece& piece : shares) {
-                const auto number = static_cast<int32_t>(piece.item / heads), head = static_cast<int32_t>(piece.item % heads);
+                const auto number = static_cast<int32_t>(piece.item / heads);
+                const auto head = static_cast<int32_t>(piece.item % heads);
                 const Tile& tile = tiles[order[number]];
                 Work work{number, head, static_cast<int32_t>(tile.begin + piece.begin),
                           static_cast<int32_t>(tile.begin + piece.end), -1};
@@ -637,6 +392,7 @@ class Planner {
     // The slots that see a run of the work, in cut_masks; -1 for all of the tile's.
     int32_t mask_of(const Tile& tile, const Work& work) {
         if (!tile.masked) return -1;
+        const int64_t words = sights.words;
         const auto at = static_cast<int32_t>(cut_masks.size());
         cut_masks.resize(at + words, ~uint64_t{0});  // first the others
         uint64_t* const others = cut_masks.data() + at;
@@ -646,7 +402,7 @@ class Planner {
         }
         const int32_t last = run_at(work.end - 1);
         for (int32_t run = run_at(work.begin); run <= last; ++run) {
-            const uint64_t* const seeing = masks.data() + mask_of_run[run];
+            const uint64_t* const seeing = sights.masks.data() + mask_of_run[run];
             uint64_t any = 0;
             for (int64_t word = 0; word < words; ++word) any |= others[word] &= ~seeing[word];
             if (any) continue;

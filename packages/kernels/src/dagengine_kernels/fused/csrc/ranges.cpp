@@ -9,16 +9,6 @@ namespace {
 
 constexpr size_t FEW_ENDS = 32;
 
-// Field by field: compilers bring a whole struct together in vector registers, which takes longer.
-inline void enter(Seen* piece, int32_t track, int32_t start, int32_t stop, int32_t delta) {
-    piece->track = track;
-    piece->start = start;
-    piece->stop = stop;
-    piece->delta = delta;
-    piece->first_range = track;
-    piece->last_range = track + 1;
-}
-
 }  // namespace
 
 void Ranges::find(const Batch& batch, int64_t window, const Reserve& reserve, int64_t slots) {
@@ -27,91 +17,85 @@ void Ranges::find(const Batch& batch, int64_t window, const Reserve& reserve, in
 }
 
 void Ranges::find_units(const Batch& batch, int64_t window, const Reserve& reserve, int64_t slots) {
-    const int64_t size = batch.page_size;
     const size_t most = batch.num_spans + batch.sequences;  // a growing tail is a piece more
     first.assign(batch.lists, -1);
     tracks.resize(most);
     seen.resize(most);
+    ends_of.resize(most);
     units.clear();
     long_units.clear();
-    long_seen.clear();
     plain = true;
-    Track* const all = tracks.data();
-    int32_t* const track_of_list = first.data();
-    bool alone = true;  // whether each list is in one track
-    int32_t num_tracks = 0;
-    int64_t num_seen = 0;
+    num_tracks = 0;
+    int64_t num_pieces = 0;
     for (int64_t b = 0; b < batch.sequences; ++b) {
-        Unit unit{batch.q_indptr[b], batch.q_indptr[b + 1] - batch.q_indptr[b], 0, 0, 0, 0};
+        Unit unit{batch.q_indptr[b], batch.q_indptr[b + 1] - batch.q_indptr[b], num_pieces, 0, 0, 0, 0};
         const bool is_long = unit.size > slots;
         plain = plain && unit.size && !is_long;
-        const int32_t first_span = batch.span_indptr[b], end_span = batch.span_indptr[b + 1];
-        if (unit.size == 0 || first_span == end_span) continue;
-        if (is_long) long_seen.resize(long_seen.size() + end_span - first_span);
-        Seen* const mine = is_long ? long_seen.data() + long_seen.size() - (end_span - first_span) : seen.data() + num_seen;
-        Seen* piece = mine;
-        const int64_t position = batch.q_positions[unit.first_row];
-        const bool grows = reserve.indptr && unit.size == 1;
-        bool whole = true;
-        int64_t length = 0;
-        for (int32_t j = first_span; j < end_span; ++j) {
-            const Span& span = batch.spans[j];
-            const int32_t base = span.stored - span.start;
-            const int64_t view = int64_t{base} + span.delta;
-            int64_t begin = span.start, end = span.stop, tail = end;
-            if (window) begin = std::max(begin, position - window + 1 - view);
-            if (!grows)
-                end = std::min(end, position + unit.size - view);
-            else if (j == end_span - 1)
-                end = tail = std::max(int64_t{span.start}, (span.stop - 1) / size * size);
-            whole &= begin == span.start && end == span.stop;
-            if (begin < end) {
-                const auto start = static_cast<int32_t>(begin), stop = static_cast<int32_t>(end);
-                int32_t* link = &track_of_list[span.list];
-                while (*link >= 0 && all[*link].base != base) {
-                    alone = false;
-                    link = &all[*link].next;
-                }
-                const int32_t track = *link;
-                if (track >= 0) {
-                    all[track].count += !is_long;
-                    all[track].alike &= all[track].start == start && all[track].stop == stop;
-                    enter(piece++, track, start, stop, span.delta);
-                } else {
-                    *link = num_tracks;
-                    enter(piece++, num_tracks, start, stop, span.delta);
-                    all[num_tracks++] = {span.list, base, -1, -1, start, stop, !is_long, true};
-                }
-                length += end - begin;
-            }
-            if (tail < span.stop) {
-                const auto start = static_cast<int32_t>(tail);
-                enter(piece++, num_tracks, start, span.stop, span.delta);
-                all[num_tracks++] = {span.list, base, static_cast<int32_t>(b), -1, start, span.stop, 1, true};
-                length += span.stop - tail;
-            }
-        }
-        plain = plain && whole;
-        unit.length = unit.distinct = length;
-        if (is_long) {
-            unit.first_piece = mine - long_seen.data();
-            unit.last_piece = piece - long_seen.data();
-            long_seen.resize(unit.last_piece);
-        } else {
-            unit.first_piece = num_seen;
-            num_seen = unit.last_piece = piece - seen.data();
-        }
-        if (unit.first_piece < unit.last_piece) (is_long ? long_units : units).push_back(unit);
+        if (unit.size) find_pieces(batch, b, window, reserve.indptr && unit.size == 1, is_long, unit);
+        if (unit.first_piece >= unit.last_piece) continue;
+        num_pieces = unit.last_piece;
+        (is_long ? long_units : units).push_back(unit);
     }
-    plain = plain && alone;
     tracks.resize(num_tracks);
-    seen.resize(num_seen);
+}
+
+// What a sequence sees, from unit.first_piece on.
+void Ranges::find_pieces(const Batch& batch, int64_t b, int64_t window, bool grows, bool is_long, Unit& unit) {
+    const int64_t size = batch.page_size, position = batch.q_positions[unit.first_row], limit = position + unit.size;
+    Track* const all = tracks.data();
+    int32_t* const track_of_list = first.data();
+    Seen* piece = seen.data() + unit.first_piece;
+    Ends* ends = ends_of.data() + unit.first_piece;
+    int64_t length = 0;
+    const Span* const last = batch.spans + batch.span_indptr[b + 1];
+    for (const Span* span = batch.spans + batch.span_indptr[b]; span < last; ++span) {
+        const int32_t base = span->stored - span->start;
+        const int64_t view = int64_t{base} + span->delta;
+        int32_t start = span->start, stop = span->stop, tail = stop;
+        if (grows || window || view + stop > limit) {
+            if (!grows) stop = static_cast<int32_t>(std::max<int64_t>(start, std::min(int64_t{stop}, limit - view)));
+            if (grows && span + 1 == last)
+                stop = tail = std::max(start, static_cast<int32_t>((stop - 1) / size * size));
+            if (window)
+                start = static_cast<int32_t>(std::clamp(position - window + 1 - view, int64_t{start}, int64_t{stop}));
+            plain = plain && start == span->start && stop == span->stop;
+        }
+        if (start < stop) {
+            int32_t* link = &track_of_list[span->list];
+            while (*link >= 0 && all[*link].base != base) {
+                plain = false;
+                link = &all[*link].next;
+            }
+            const int32_t number = *link;
+            if (number < 0) {
+                *piece++ = {num_tracks, span->delta};
+                *link = num_tracks;
+                all[num_tracks++] = {span->list, base, -1, -1, start, stop, !is_long, true};
+            } else {
+                *piece++ = {number, span->delta};
+                Track& track = all[number];
+                track.count += !is_long;
+                track.alike = track.alike && track.start == start && track.stop == stop;
+            }
+            *ends++ = {start, stop};
+            length += int64_t{stop} - start;
+        }
+        if (tail < span->stop) {
+            *piece++ = {num_tracks, span->delta};
+            *ends++ = {tail, span->stop};
+            all[num_tracks++] = {span->list, base, static_cast<int32_t>(b), -1, tail, span->stop, 1, true};
+            length += int64_t{span->stop} - tail;
+        }
+    }
+    unit.length = unit.distinct = length;
+    unit.last_piece = piece - seen.data();
+    unit.times = unit.last_piece - unit.first_piece;
 }
 
 void Ranges::find_ranges() {
     ranges.resize(tracks.size());
-    members.resize(seen.size());
     next.resize(tracks.size());
+    cuts.clear();
     int32_t alike = 0, other = 0;
     for (size_t t = 0; t < tracks.size(); ++t) {
         const Track& track = tracks[t];
@@ -125,15 +109,16 @@ void Ranges::find_ranges() {
         }
         if (!track.count) ranges[t].stop = ranges[t].start;
     }
+    members.resize(alike);
     at.resize(other);  // pieces of the tracks that are not alike
     Range* const all = ranges.data();
     int32_t* const units_of = members.data();
     for (size_t u = 0; u < units.size(); ++u) {
         const auto unit = static_cast<int32_t>(u);
         for (int64_t i = units[u].first_piece; i < units[u].last_piece; ++i) {
-            Range& range = all[seen[i].track];
+            Range& range = all[seen[i].where];
             if (range.first_member < 0) {
-                at[next[seen[i].track]++] = {static_cast<int32_t>(i), unit};
+                at[next[seen[i].where]++] = {static_cast<int32_t>(i), unit};
                 continue;
             }
             const int32_t member = range.last_member++;
@@ -142,7 +127,6 @@ void Ranges::find_ranges() {
                 units[u].distinct -= range.stop - range.start;
         }
     }
-    members.resize(alike);
     if (!other) return;
     for (size_t t = 0; t < tracks.size(); ++t)
         if (!tracks[t].alike && tracks[t].count)
@@ -155,8 +139,8 @@ void Ranges::find_ends(const Place* begin, const Place* end) {
     tokens.resize(2 * count);
     places.assign(2 * count, 0);
     for (size_t i = 0; i < count; ++i) {
-        tokens[i] = seen[begin[i].piece].start;
-        tokens[count + i] = seen[begin[i].piece].stop;
+        tokens[i] = ends_of[begin[i].piece].start;
+        tokens[count + i] = ends_of[begin[i].piece].stop;
     }
     ends.clear();
     const int32_t* const all = tokens.data();
@@ -205,11 +189,11 @@ void Ranges::add_ranges(int32_t track, const Place* begin, const Place* end) {
     int32_t* const units_of = members.data();
     int32_t previous = -1;
     for (int64_t i = 0; i < count; ++i) {
-        Seen& one = seen[begin[i].piece];
         const int32_t unit = begin[i].unit, first_range = order[starts[i]];
         const int32_t last_range = first_range + stops[i] - starts[i];
-        one.first_range = first_range;
-        one.last_range = last_range;
+        seen[begin[i].piece].where = ~static_cast<int32_t>(cuts.size());
+        cuts.push_back({first_range, last_range});
+        units[unit].times += last_range - first_range - 1;
         if (unit == previous)
             for (int32_t r = first_range; r < last_range; ++r)
                 if (all[r].last_member > all[r].first_member && units_of[all[r].last_member - 1] == unit)

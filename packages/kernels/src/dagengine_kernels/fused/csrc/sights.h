@@ -1,0 +1,190 @@
+// What the slots of a query tile see: a vector of deltas for each range, and the ranges of equal vectors as groups.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <cstdint>
+#include <vector>
+
+#include "ranges.h"
+
+namespace dagengine::planner {
+
+constexpr int32_t INVISIBLE = INT32_MIN;
+
+// A range at one vector of deltas, INVISIBLE where a slot does not see it. The k-th time that a slot sees the range is
+// in layer k, each a sight of its own.
+struct Sight {
+    int32_t range, layer;
+    int32_t deeper;  // the sight of the next layer, or -1
+};
+
+// Part of a group's walk.
+struct Stretch {
+    int32_t group, layer, track, start, stop;
+};
+
+struct Group {
+    uint64_t hash;
+    int32_t sight;      // one that has its vector
+    int32_t tail = -1;  // its growing tail's stretch, or -1
+    int32_t count = 0;  // stretches
+
+    Group(uint64_t hash, int32_t sight) : hash(hash), sight(sight) {}
+};
+
+// Found for one tile after another; the vectors keep their memory from one to the next.
+class Sights {
+  public:
+    int64_t words = 0;       // 64-bit words of a mask of slots
+    Buffer<uint64_t> masks;  // slots that see something, `words` each, of all tiles
+    std::vector<Group> groups;
+    Buffer<Stretch> stretches;
+
+    // `slots`: the rows of the highest tile.
+    void begin(const Ranges& ranges, int64_t slots) {
+        in = &ranges;
+        words = (slots + 63) / 64;
+        masks.clear();
+        local.assign(in->ranges.size(), Local{0, 0});
+        stamp = 0;
+        while (static_cast<int64_t>(keys.size()) < slots / 2 + LANES) {
+            uint64_t key = (keys.size() + 1) * 0x9E3779B97F4A7C15u;
+            key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9u;
+            key = (key ^ key >> 27) * 0x94D049BB133111EBu;
+            keys.push_back((key ^ key >> 31) | 1);
+        }
+    }
+
+    // The groups of a tile of these units, which have `rows` rows, in the order in which the slots come upon them.
+    void find(const int32_t* mine, int64_t number, int64_t rows) {
+        int64_t most = 0;
+        for (int64_t i = 0; i < number; ++i) most += in->units[mine[i]].times;
+        width = (rows + LANES - 1) / LANES * LANES;
+        count = 0;
+        sights.resize(most);
+        vectors.resize(most * width);
+        first_mask = static_cast<int64_t>(masks.size());
+        masks.resize(first_mask + most * words);
+        ++stamp;
+        int64_t slot = 0;
+        for (int64_t i = 0; i < number; ++i) {
+            see(in->units[mine[i]], slot);
+            slot += in->units[mine[i]].size;
+        }
+        masks.resize(first_mask + count * words);
+        group();
+    }
+
+    const int32_t* vector_of(const Group& group) const { return vectors.data() + group.sight * width; }
+    int64_t mask_of(const Group& group) const { return first_mask + group.sight * words; }
+
+  private:
+    static constexpr int64_t LANES = 4;  // vectors are multiples of this, so that loops over them need no rest
+
+    struct Local {
+        uint32_t stamp;
+        int32_t sight;
+    };
+
+    const Ranges* in = nullptr;
+    int64_t width = 0;         // deltas of a vector, the last ones beyond the tile's rows
+    std::vector<Local> local;  // range -> its sight in layer 0
+    uint32_t stamp = 0;
+    int32_t count = 0;
+    int64_t first_mask = 0;  // that of sight 0
+    Buffer<Sight> sights;
+    Buffer<int32_t> vectors;     // by sight
+    std::vector<uint64_t> keys;  // odd, of each two deltas
+    Ints table;                  // groups by hash
+
+    // A unit, whose rows are in the slots from `slot` on, sees its pieces.
+    void see(const Unit& unit, int64_t slot) {
+        const int64_t across = width, mask_words = words, size = unit.size;
+        const uint32_t now = stamp;
+        const uint64_t bit = uint64_t{1} << slot % 64;
+        Local* const locals = local.data();
+        int32_t* const deltas = vectors.data() + slot;
+        uint64_t* const bits = masks.data() + first_mask + slot / 64;
+        const Seen* const end = in->seen.data() + unit.last_piece;
+        for (const Seen* piece = in->seen.data() + unit.first_piece; piece != end; ++piece) {
+            const int32_t delta = piece->delta;
+            in->each_range(*piece, [&](int32_t r) {
+                if (locals[r].stamp != now) locals[r] = {now, add(r, 0)};
+                int64_t sight = locals[r].sight;
+                if (deltas[sight * across] != INVISIBLE) sight = deeper(r, slot);
+                deltas[sight * across] = delta;
+                bits[sight * mask_words] |= bit;
+                for (int64_t row = 1; row < size; ++row) {
+                    deltas[sight * across + row] = delta;
+                    masks[first_mask + sight * mask_words + (slot + row) / 64] |= uint64_t{1} << (slot + row) % 64;
+                }
+            });
+        }
+    }
+
+    // The sight of the first layer in which a slot does not see the range yet.
+    int32_t deeper(int32_t range, int64_t slot) {
+        int32_t sight = local[range].sight;
+        while (vectors[sight * width + slot] != INVISIBLE) {
+            if (sights[sight].deeper < 0) {
+                const int32_t made = add(range, sights[sight].layer + 1);
+                sights[sight].deeper = made;
+            }
+            sight = sights[sight].deeper;
+        }
+        return sight;
+    }
+
+    int32_t add(int32_t range, int32_t layer) {
+        const int32_t sight = count++;
+        sights[sight] = {range, layer, -1};
+        std::fill_n(vectors.data() + sight * width, width, INVISIBLE);
+        for (int64_t word = 0; word < words; ++word) masks[first_mask + sight * words + word] = 0;
+        return sight;
+    }
+
+    void group() {
+        groups.clear();
+        stretches.resize(count);
+        size_t size = 64;
+        while (size < 2 * static_cast<size_t>(count)) size *= 2;
+        table.assign(size, -1);
+        int32_t number = 0;
+        for (int32_t first = 0; first < count; ++first) {
+            if (sights[first].layer) continue;
+            const Range& range = in->ranges[sights[first].range];
+            const bool tail = in->tracks[range.track].tail_of >= 0;
+            for (int32_t sight = first; sight >= 0; sight = sights[sight].deeper) {
+                const int32_t g = group_of(sight);
+                if (tail) groups[g].tail = number;
+                ++groups[g].count;
+                stretches[number++] = {g, sights[sight].layer, range.track, range.start, range.stop};
+            }
+        }
+    }
+
+    int32_t group_of(int32_t sight) {
+        const int32_t* const vector = vectors.data() + sight * width;
+        uint64_t hash = 0;
+        for (int64_t i = 0; i < width / 2; ++i) {
+            const uint64_t low = static_cast<uint32_t>(vector[2 * i]), high = static_cast<uint32_t>(vector[2 * i + 1]);
+            hash += (low | high << 32) * keys[i];
+        }
+        hash ^= hash >> 32;
+        hash *= keys[0];
+        const size_t mask = table.size() - 1;
+        size_t place = hash >> 32 & mask;
+        while (table[place] >= 0) {
+            const Group& group = groups[table[place]];
+            if (group.hash == hash && std::equal(vector, vector + width, vectors.data() + group.sight * width))
+                return table[place];
+            place = (place + 1) & mask;
+        }
+        table[place] = static_cast<int32_t>(groups.size());
+        groups.emplace_back(hash, sight);
+        return table[place];
+    }
+};
+
+}  // namespace dagengine::planner
