@@ -645,10 +645,7 @@ def test_the_documents_of_a_graph_case_have_a_delta_in_each_sequence():
 def long_sequences(*lengths: int, rows: int) -> SpanTable:
     """Sequences of so many tokens, of which the last `rows` are the query rows."""
     return SpanTable.from_sequences(
-        [
-            SequenceSpans(n - rows, rows, [(pages(5000 * i, n), 0, n, 0, 0)])
-            for i, n in enumerate(lengths)
-        ],
+        [SequenceSpans(n - rows, rows, [(pages(5000 * i, n), 0, n, 0, 0)]) for i, n in enumerate(lengths)],
         page_size=64,
     )
 

@@ -17,8 +17,8 @@ Turning q is a rotation at p - d; it happens once per work and run.
     (tile,head) |--- A ---|---- A ----|-A-|----- B -----|   A is in three parts, merged by LSE; B is written directly
 
 A work whose (tile, head) is not cut writes its rows directly (PART -1); otherwise the partial result of slot i and
-kv-head-relative query head g goes to o_part[PART + i, g], lse2_part[PART + i, g] for every slot of the tile. A slot
-that saw nothing there leaves lse2 = -inf and may leave its o_part unwritten.
+kv-head-relative query head g goes to o_part[PART + i, g], lse2_part[PART + i, g] for every slot that holds a row (slots
+that pad have no parts). A slot that saw nothing there leaves lse2 = -inf and may leave its o_part unwritten.
 A merge row is (table row * Hkv + kv head): its parts are merge_parts[merge_indptr[j] .. merge_indptr[j + 1]], indices
 into o_part; rows that no work writes directly are all listed, those that see nothing with no parts.
 """
