@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench import kernels as bench_main
 from bench import (
     kernels_bars,
     kernels_baselines,
@@ -25,6 +26,7 @@ from bench import (
     kernels_checks,
     kernels_cpu,
     kernels_gpu,
+    kernels_merge,
     kernels_predictions,
     kernels_record,
     kernels_report,
@@ -261,8 +263,107 @@ def test_bars_hold_at_their_bound_and_fail_past_it() -> None:
     own = Figure.of("own-order", "fused-cuda-sm90", TIME, [125.0], "us")
     assert verdict([own], goal) is True
     assert verdict([replace(own, value=125.1)], goal) is False
-    ratio = Figure.count("own-order", "fused-triton", "read ratio", 1.2, "x")
-    assert verdict([ratio, replace(ratio, backend="fused-cuda-sm90", value=1.0)], "own-order: bytes") is False
+
+
+def test_the_bytes_read_are_the_products_not_those_of_controls() -> None:
+    keys = Figure.count("own-order", "fused-triton-keys, keys turned", "read ratio", 1.9, "x")
+    plain = replace(keys, backend="fused-triton")
+    cuda = replace(keys, backend="fused-cuda-sm90", value=1.15)
+    tilelang = replace(keys, backend="fused-tilelang-sm90", value=1.16)
+    bar = "own-order: bytes"
+    assert verdict([keys, plain], bar) is None
+    assert verdict([keys, plain, cuda], bar) is True
+    assert verdict([cuda, tilelang], bar) is False, "both implementations of the product keep it"
+
+
+def test_the_share_of_the_merge_is_a_difference_of_whole_calls() -> None:
+    found = kernels_merge.figures("own-order", "fused-cuda-sm90", [100.0, 110.0, 90.0], [95.0] * 3, 2000, 1e9)
+    by = {f.metric: f for f in found}
+    assert by["merge"].value == 5.0
+    assert by["partials, written at the copy rate"].value == 2.0
+    assert by[kernels_record.MERGE].value == 7.0
+    assert by[kernels_record.MERGE].n == 3
+    bar = "own-order: merge"
+    assert verdict(found, bar) is True
+    assert verdict([replace(by[kernels_record.MERGE], value=7.1)], bar) is False
+    old = replace(by[kernels_record.MERGE], metric="merge and partials of all kernels")
+    assert verdict([old], bar) is None, "the profiler's shares are no longer read"
+    assert verdict(kernels_merge.no_parts("own-order", "fused-cuda-sm90"), bar) is True
+
+
+def test_the_merge_is_left_out_within_and_there_again_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures run their calls here, so the time of one is how often it merged."""
+    from dagengine_kernels.fused.cuda import attend
+
+    merged: list[int] = []
+    monkeypatch.setattr(attend, "merge_parts", lambda *_, **__: merged.append(1))
+    mine = attend.merge_parts
+
+    def capture(calls: list[Callable[[], object]], sets: int) -> kernels_timing.Captured:
+        before = len(merged)
+        for call in calls:
+            call()
+        return kernels_timing.Captured(None, len(calls), calls, [float(len(merged) - before)])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels_timing, "capture", capture)
+    monkeypatch.setattr(kernels_timing, "race", lambda *_: None)
+    calls = [lambda: attend.merge_parts(1, stream=2)] * 3  # type: ignore[call-arg, arg-type]
+    assert kernels_merge.measure(calls, 3, 7) == ([3.0], [0.0])
+    assert attend.merge_parts is mine
+    with pytest.raises(RuntimeError, match="no merge"):
+        kernels_merge.measure([lambda: None], 1, 7)
+    assert attend.merge_parts is mine
+    with pytest.raises(ZeroDivisionError), kernels_merge.without_merge():
+        raise ZeroDivisionError
+    assert attend.merge_parts is mine
+    assert "            merge_parts(" in Path(attend.__file__).read_text(encoding="utf-8")
+
+
+def test_the_page_is_written_anew_from_its_lines(tmp_path: Path) -> None:
+    where = kernels_record.Circumstances("a GPU", {"torch": "2"}, "abc", "tools/bench/kernels")
+    own = Figure.of("own-order", "fused-cuda-sm90", TIME, [120.0], "us")
+    row = {
+        "backend": "cuda",
+        "batch": "ragged",
+        "config": "bf16",
+        "refused": None,
+        "passed": True,
+        "failed": None,
+    }
+    row |= {"ratio": 0.9, "lse2": 0.01, "error": 1e-3, "same": True}
+    table = Table((own,))
+    bars = kernels_bars.evaluate(table, [row])
+    page = kernels_report.page(table, where, bars, [row], ["said | once"], bench_main.GPU_ABOUT)
+    (tmp_path / "kernels.md").write_text(page, encoding="utf-8")
+    slower = replace(own, value=130.0)
+    (tmp_path / "kernels.jsonl").write_text(kernels_record.dump_lines([own], where), encoding="utf-8")
+    call = ["--bars-only", "--out", str(tmp_path), "--worker", "0"]
+    assert bench_main.main(call) == 0
+    assert (tmp_path / "kernels.md").read_text(encoding="utf-8") == page, (
+        "nothing changed, notes and checks stay"
+    )
+    (tmp_path / "kernels.jsonl").write_text(kernels_record.dump_lines([slower], where), encoding="utf-8")
+    assert bench_main.main(call) == 1
+    again = (tmp_path / "kernels.md").read_text(encoding="utf-8")
+    assert "| own-order: one layer of a decode step | ≤ 125 µs | 130 µs (fused-cuda-sm90) | FAIL |" in again
+    assert "- said / once" in again
+    assert again.endswith(page[page.index("## Checks") :])
+    (tmp_path / "kernels.jsonl").unlink()
+    assert bench_main.main(call) == 2
+
+
+def test_the_committed_page_is_that_of_its_lines(tmp_path: Path) -> None:
+    for ending in ("md", "jsonl"):
+        text = (ROOT / f"docs/benchmarks/kernels.{ending}").read_text(encoding="utf-8")
+        (tmp_path / f"kernels.{ending}").write_text(text, encoding="utf-8")
+    before = (tmp_path / "kernels.md").read_text(encoding="utf-8")
+    bench_main.main(["--bars-only", "--out", str(tmp_path), "--worker", "0"])
+    assert (tmp_path / "kernels.md").read_text(encoding="utf-8") == before
+
+
+def test_the_command_that_is_recorded_says_what_was_measured() -> None:
+    given = ["--quick", "--out", "somewhere", "--cases", "graph", "--commit=abc"]
+    assert kernels_record.without(given, ("--out", "--commit")) == ["--quick", "--cases", "graph"]
 
 
 def test_bars_read_cases_that_exist() -> None:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.kernels_cases import BARE, GRAPHS
-from bench.kernels_record import TIME, Figure, Table
+from bench.kernels_record import MERGE, TIME, Figure, Table
 
 CUDA, TILELANG, TRITON = "fused-cuda", "fused-tilelang", "fused-triton"
 GOALS = {"own-order": 125, "same-order": 120, "subsets": 130, "judges": 35, "artifacts": 55}
 LARGE = ("decode 32x8192", "decode 1x91424", "decode 64x1024")
 READ_RATIO = 1.15
+ERRORS = "errors against float64"
 PLANNER_CASE = "planner, 64 requests x 64 segments"
+WORDS = {"pass": True, "FAIL": False, "not measured": None}
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Bar:
 
     @property
     def word(self) -> str:
-        return {True: "pass", False: "FAIL", None: "not measured"}[self.passed]
+        return next(word for word, passed in WORDS.items() if passed is self.passed)
 
 
 def product(table: Table, case: str) -> Figure | None:
@@ -81,7 +83,7 @@ def _errors(checked: Sequence[dict[str, Any]]) -> Iterator[Bar]:
     goal = "error ≤ 1.25 × ordinary RoPE attention's, lse2 within 0.087, same bits, no NaN"
     backends = list(dict.fromkeys(row["backend"] for row in checked))
     if not backends:
-        yield Bar("errors against float64", goal, "", None)
+        yield Bar(ERRORS, goal, "", None)
     for backend in backends:
         rows = [row for row in checked if row["backend"] == backend]
         ran = [row for row in rows if row["refused"] is None]
@@ -94,13 +96,13 @@ def _errors(checked: Sequence[dict[str, Any]]) -> Iterator[Bar]:
             text += f"; worst {worst['ratio']:.2f} × ({worst['batch']}), lse2 {gap:.4f}"
         if len(ran) < len(rows):
             text += f"; {len(rows) - len(ran)} refused by capability"
-        yield Bar(f"errors against float64, {backend}", goal, text, not wrong if ran else None)
+        yield Bar(f"{ERRORS}, {backend}", goal, text, not wrong if ran else None)
 
 
 def _graphs(table: Table) -> Iterator[Bar]:
     for case in GRAPHS:
-        ratios = [f for f in table.figures if f.case == case and f.metric == "read ratio"]
-        worst = max(ratios, key=lambda f: f.value, default=None)
+        ratios = [table.find(case, "read ratio", prefix=name) for name in (CUDA, TILELANG)]
+        worst = max((f for f in ratios if f is not None), key=lambda f: f.value, default=None)
         yield _most(f"{case}: bytes read over unique bytes", worst, READ_RATIO, "x")
     for case, goal in GOALS.items():
         yield _most(f"{case}: one layer of a decode step", product(table, case), goal, "µs")
@@ -143,7 +145,7 @@ def _rest(table: Table) -> Iterator[Bar]:
         passed = None if best is None else best.value >= least
         yield Bar(f"{case}: of the copy bandwidth", f"≥ {least} %", measured, passed)
     for case in ("own-order", "decode 1x91424", "decode 32x8192"):
-        share = table.find(case, "merge and partials of all kernels", prefix=CUDA)
+        share = table.find(case, MERGE, prefix=CUDA)
         yield _most(f"{case}: merge and partials of the attention", share, 7, "%")
     for case in ("own-order", *LARGE):
         mine, other = table.fastest(case, CUDA), table.fastest(case, TILELANG)

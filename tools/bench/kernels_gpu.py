@@ -18,6 +18,7 @@ from torch import Tensor
 from bench import kernels_baselines as rivals
 from bench import kernels_cases as cases
 from bench import kernels_checks as checks
+from bench import kernels_merge as merging
 from bench import kernels_timing as timing
 from bench.kernels_cases import L2_BYTES, Case, Heads, longest_view, work_of
 from bench.kernels_ceilings import Ceilings, measure
@@ -224,8 +225,8 @@ def run_case(bench: Bench, case: Case, names: Sequence[str]) -> None:
                     journal.note(f"{case.name}, {contender.name}: no graph holds it; timed with launches.")
                     samples = timing.eager(calls[0], bench.settings.replays)
                     journal.figure(Figure.of(case.name, contender.name, TIME, samples, "us"))
-                if case.name in MERGE_CASES and name in bench.settings.implementations:
-                    note_merge(bench, case, contender)
+                if case.name in MERGE_CASES and name == "cuda":
+                    note_merge(bench, case, contender, calls)
             except rivals.NotInstalled as error:
                 journal.note(str(error))
             except rivals.Absent as error:
@@ -336,32 +337,20 @@ def note_memory(journal: Journal, case: Case, contender: Contender) -> None:
     journal.figure(figure)
 
 
-def note_merge(bench: Bench, case: Case, contender: Contender) -> None:
-    """Times of the kernels of a call, by torch's profiler: the merge's, and all of them."""
-    from torch.profiler import ProfilerActivity, profile
-
-    repeats = 10
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(repeats):
-            contender.run(0)
-        torch.cuda.synchronize()
-    merge = total = 0.0
-    for event in seen.key_averages():
-        spent = float(getattr(event, "device_time_total", 0.0)) / repeats
-        total += spent
-        if "merge" in event.key.lower():
-            merge += spent
+def note_merge(bench: Bench, case: Case, contender: Contender, calls: Sequence[timing.Call]) -> None:
+    """The share of the merge and of the partial results in a call of the CUDA executor; `calls[i]` runs on set i."""
     arrays = getattr(contender.plan, "arrays", None)
-    if not total or arrays is None:
-        bench.journal.note(f"{case.name}, {contender.name}: the profiler saw no kernels.")
+    if arrays is None:
         return
-    heads = case.heads
-    written = arrays.num_parts * (heads.query // heads.kv) * (heads.dim + 1) * 4
-    partials = written / bench.ceilings.copy * 2e6
-    figure = partial(Figure.count, case.name, contender.name)
-    bench.journal.figure(figure("merge kernels", merge, "us"))
-    bench.journal.figure(figure("partials, written", partials, "us"))
-    bench.journal.figure(figure("merge and partials of all kernels", 100 * (merge + partials) / total, "%"))
+    if arrays.num_parts:
+        whole, rest = merging.measure(calls, len(calls), bench.settings.replays)
+        heads = case.heads
+        written = arrays.num_parts * (heads.query // heads.kv) * (heads.dim + 1) * 4
+        found = merging.figures(case.name, contender.name, whole, rest, written, bench.ceilings.copy)
+    else:
+        found = merging.no_parts(case.name, contender.name)
+    for figure in found:
+        bench.journal.figure(figure)
 
 
 def dropped(journal: Journal, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 
 import torch
@@ -23,6 +24,10 @@ def hardware(device: str) -> tuple[str, dict[str, str]]:
     ]
     extra["cuda"] = str(torch.version.cuda)
     extra["cudnn"] = str(torch.backends.cudnn.version())
+    try:
+        extra["vfa3"] = str(getattr(importlib.import_module("vfa3"), "__version__", "unknown"))
+    except Exception:  # what is not there, or does not load, was not run
+        pass
     try:
         done = subprocess.run(
             ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", "-i", "0"],

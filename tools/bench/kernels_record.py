@@ -29,6 +29,7 @@ DISTRIBUTIONS = (
 )
 WARM = ", warm"
 TIME = "time"
+MERGE = "merge and partials of the time"
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,17 @@ def circumstances(arguments: Sequence[str], hardware: str, extra: dict[str, str]
     return Circumstances(shortened(hardware), versions() | extra, commit(), shortened(command))
 
 
+def without(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
+    """`arguments` less `options` and the value of each: those that say nothing of what was measured."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if not skip and argument.partition("=")[0] not in options:
+            kept.append(argument)
+        skip = not skip and argument in options
+    return kept
+
+
 def shortened(text: str) -> str:
     """`text` without this machine's folders."""
     for folder in (ROOT, Path.cwd()):
@@ -109,12 +121,12 @@ def shortened(text: str) -> str:
 
 
 def cpu_hardware() -> str:
-    """Processor, cores, memory, and how busy the machine is as the run begins."""
+    """Processor, cores, memory, and how busy the machine is as the report is written."""
     parts = [_processor(), f"{os.cpu_count()} CPUs"]
     try:
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
         parts.append(f"{pages * size / 2**30:.0f} GiB")
-        parts.append(f"load {os.getloadavg()[0]:.1f} at the start")
+        parts.append(f"load {os.getloadavg()[0]:.1f} after the run")
     except (OSError, ValueError, AttributeError):
         pass
     return ", ".join(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.kernels_bars import Bar, fa3
+from bench.kernels_bars import ERRORS, WORDS, Bar, fa3
 from bench.kernels_record import TIME, WARM, Circumstances, Table
 
 COLUMNS = (
@@ -28,6 +28,9 @@ COLUMNS = (
 )
 
 
+BARS, NOTES, CHECKS = "## Bars\n", "## Notes of the run\n", "## Checks against float64\n"
+
+
 def page(
     table: Table,
     where: Circumstances,
@@ -45,9 +48,9 @@ def page(
         f"{about}\n",
     ]
     if bars:
-        parts += ["## Bars\n", _table(("bar", "goal", "measured", ""), [_bar(b) for b in bars])]
+        parts += [BARS, _table(("bar", "goal", "measured", ""), [_bar(b) for b in bars])]
     if notes:
-        parts += ["## Notes of the run\n", "\n".join(f"- {_cell(note)}" for note in notes) + "\n"]
+        parts += [NOTES, "\n".join(f"- {_cell(note)}" for note in notes) + "\n"]
     parts += ["## Times\n", _table(*_filled(COLUMNS, list(_rows(table))))]
     others = [f for f in table.figures if f.metric not in SHOWN]
     if others:
@@ -72,8 +75,32 @@ def page(
         ]
     if checked:
         head = ("what ran", "batch", "configs", "worst error", "over ordinary", "worst lse2", "same bits", "")
-        parts += ["## Checks against float64\n", _table(head, list(_checks(checked)))]
+        parts += [CHECKS, _table(head, list(_checks(checked)))]
     return "\n".join(parts)
+
+
+def rewritten(old: str, table: Table, where: Circumstances, bars: Sequence[Bar], about: str) -> str:
+    """The page from its JSON lines alone. What these do not hold is taken from the `old` page: its notes, its checks
+    against float64 and the bars of these."""
+    found = [bar for bar in bars if not bar.name.startswith(ERRORS)]
+    errors = [bar for bar in _bars_of(old) if bar.name.startswith(ERRORS)]
+    notes = [line[2:] for line in _section(old, NOTES).splitlines() if line.startswith("- ")]
+    text = page(table, where, [*(errors or bars[: len(bars) - len(found)]), *found], [], notes, about)
+    checks = _section(old, CHECKS)
+    return f"{text}\n{CHECKS}{checks}" if checks else text
+
+
+def _section(text: str, head: str) -> str:
+    """What follows a heading, up to the next one."""
+    _, _, rest = text.partition(f"\n{head}")
+    return rest.partition("\n## ")[0]
+
+
+def _bars_of(text: str) -> Iterator[Bar]:
+    for line in _section(text, BARS).splitlines():
+        cells = [cell.strip() for cell in line[1:-1].split("|")]
+        if len(cells) == 4 and cells[3] in WORDS:
+            yield Bar(cells[0], cells[1], cells[2], WORDS[cells[3]])
 
 
 SHOWN = (
