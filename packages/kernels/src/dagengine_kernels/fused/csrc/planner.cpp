@@ -152,53 +152,70 @@ class Planner {
     void write_groups(Tile& tile) {
         const auto& groups = sights.groups;
         const auto& stretches = sights.stretches;
-        // Groups with a tail go last; the stretches of each are brought together.
-        order.clear();
-        for (int tail = 0; tail < (reserve.indptr ? 2 : 1); ++tail)
-            for (size_t g = 0; g < groups.size(); ++g)
-                if ((groups[g].tail >= 0) == (tail == 1)) order.push_back(static_cast<int32_t>(g));
-        next.resize(groups.size());
-        int32_t total = 0;
-        for (int32_t g : order) {
-            next[g] = total;
-            total += groups[g].count;
-        }
-        sorted.resize(stretches.size());
-        for (const Stretch& stretch : stretches) sorted[next[stretch.group]++] = stretch;
         auto run = static_cast<int32_t>(out.runs.size());
         out.runs.resize(run + groups.size());
         mask_of_run.resize(out.runs.size());
-        for (int32_t g : order) {
-            const Group& group = groups[g];
-            out.runs[run] = run_of(sights.vector_of(group), tile);
-            mask_of_run[run] = sights.mask_of(group);
-            Stretch* const end = sorted.data() + next[g];
+        sort_stretches();
+        // Groups with a tail go last.
+        for (int tail = 0; tail < (reserve.indptr ? 2 : 1); ++tail)
+            for (const Group& group : groups) {
+                if ((group.tail >= 0) != (tail == 1)) continue;
+                out.runs[run] = run_of(sights.vector_of(group), tile);
+                mask_of_run[run] = sights.mask_of(group);
+                if (group.count == 1 && !tail) {
+                    const Stretch& only = stretches[group.first];
+                    tile.read += enter(only.track, only.start, only.stop, run);
+                } else {
+                    tile.read += enter_group(group, run);
+                }
+                pad(run);
+                ++run;
+            }
+    }
+
+    // Brings the stretches of each group that has several together.
+    void sort_stretches() {
+        const auto& groups = sights.groups;
+        if (groups.size() == sights.stretches.size()) return;
+        next.resize(groups.size());
+        int32_t total = 0;
+        for (size_t g = 0; g < groups.size(); ++g) {
+            next[g] = total;
+            total += groups[g].count;
+        }
+        sorted.resize(total);
+        for (const Stretch& stretch : sights.stretches) sorted[next[stretch.group]++] = stretch;
+    }
+
+    int64_t enter_group(const Group& group, int32_t run) {
+        int64_t read = 0;
+        const Stretch* const tail = group.tail >= 0 ? &sights.stretches[group.tail] : nullptr;
+        if (group.count > 1) {
+            Stretch* const end = sorted.data() + next[&group - sights.groups.data()];
             Stretch* const begin = end - group.count;
             auto before = [](const Stretch& a, const Stretch& b) {
                 return std::tie(a.layer, a.track, a.start) < std::tie(b.layer, b.track, b.start);
             };
             if (!std::is_sorted(begin, end, before)) std::sort(begin, end, before);
-            const int32_t tail = group.tail >= 0 ? stretches[group.tail].track : -1;
             const Stretch* open = nullptr;
             int32_t stop = 0;
             for (const Stretch* stretch = begin; stretch != end; ++stretch) {
-                if (stretch->track == tail) continue;
+                if (tail && stretch->track == tail->track) continue;
                 if (open && open->layer == stretch->layer && open->track == stretch->track && stop == stretch->start) {
                     stop = stretch->stop;
                     continue;
                 }
-                if (open) tile.read += enter(open->track, open->start, stop, run);
+                if (open) read += enter(open->track, open->start, stop, run);
                 open = stretch;
                 stop = stretch->stop;
             }
-            if (open) tile.read += enter(open->track, open->start, stop, run);
-            if (tail >= 0) {
-                tile.read += enter(tail, stretches[group.tail].start, stretches[group.tail].stop, run);
-                enter_reserve(tail, stretches[group.tail].stop, run);
-            }
-            pad(run);
-            ++run;
+            if (open) read += enter(open->track, open->start, stop, run);
         }
+        if (tail) {
+            read += enter(tail->track, tail->start, tail->stop, run);
+            enter_reserve(tail->track, tail->stop, run);
+        }
+        return read;
     }
 
     Run run_of(const int32_t* vector, const Tile& tile) {

@@ -27,10 +27,11 @@ struct Stretch {
 struct Group {
     uint64_t hash;
     int32_t sight;      // one that has its vector
+    int32_t first;      // stretch
     int32_t tail = -1;  // its growing tail's stretch, or -1
     int32_t count = 0;  // stretches
 
-    Group(uint64_t hash, int32_t sight) : hash(hash), sight(sight) {}
+    Group(uint64_t hash, int32_t sight, int32_t first) : hash(hash), sight(sight), first(first) {}
 };
 
 // Found for one tile after another; the vectors keep their memory from one to the next.
@@ -156,7 +157,7 @@ class Sights {
             const Range& range = in->ranges[sights[first].range];
             const bool tail = in->tracks[range.track].tail_of >= 0;
             for (int32_t sight = first; sight >= 0; sight = sights[sight].deeper) {
-                const int32_t g = group_of(sight);
+                const int32_t g = group_of(sight, number);
                 if (tail) groups[g].tail = number;
                 ++groups[g].count;
                 stretches[number++] = {g, sights[sight].layer, range.track, range.start, range.stop};
@@ -164,7 +165,8 @@ class Sights {
         }
     }
 
-    int32_t group_of(int32_t sight) {
+    // The group of a sight's vector; a new one begins with this stretch.
+    int32_t group_of(int32_t sight, int32_t stretch) {
         const int32_t* const vector = vectors.data() + sight * width;
         uint64_t hash = 0;
         for (int64_t i = 0; i < width / 2; ++i) {
@@ -182,7 +184,7 @@ class Sights {
             place = (place + 1) & mask;
         }
         table[place] = static_cast<int32_t>(groups.size());
-        groups.emplace_back(hash, sight);
+        groups.emplace_back(hash, sight, stretch);
         return table[place];
     }
 };
