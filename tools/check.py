@@ -22,6 +22,7 @@ from environment import CACHE, ROOT, python, say
 PACKAGES = ("core-graph", "kvstore", "positions", "kernels", "engine", "server")
 REPORTS = CACHE / "reports"
 TWO_CORES = ("--numprocesses=2", "--dist=loadfile")
+PARALLEL = {"kernels": ("--numprocesses=2", "--dist=worksteal"), "engine": TWO_CORES}
 PYTEST_OPTIONS = ("-q", "--durations=5", "--timeout=600")
 
 
@@ -111,7 +112,10 @@ def stages() -> list[Stage]:
             ["tools/demo_model.py"],
             "the end-to-end tests need it: see the message above",
         ),
-        *(pytest_stage(name, f"tests of {name}", [f"packages/{name}/tests"]) for name in PACKAGES),
+        *(
+            pytest_stage(name, f"tests of {name}", [f"packages/{name}/tests"], PARALLEL.get(name, ()))
+            for name in PACKAGES
+        ),
         pytest_stage("root", "tests across the packages, on two cores", ["tests"], TWO_CORES),
         command_stage(
             "wheels",
