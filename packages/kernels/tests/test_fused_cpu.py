@@ -1,6 +1,7 @@
 """What `fused` promises on the CPU beyond the kit: equal bits on any threads, shared reads, any head, any dtype."""
 
 import math
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -18,8 +19,9 @@ from dagengine_kernels import (
     get_backend,
 )
 from dagengine_kernels.conformance_cases import Pages, build_case, definition, frequencies, random_case
-from dagengine_kernels.fused import cpu, native
+from dagengine_kernels.fused import cpu, native, planner
 from dagengine_kernels.fused.backend import FusedBackend
+from dagengine_kernels.fused.plan import PlanParameters
 
 if native.why_missing():
     pytest.skip(native.why_missing(), allow_module_level=True)
@@ -225,6 +227,7 @@ def test_the_environment_chooses_the_instruction_set(monkeypatch):
 def test_what_cannot_be_had_is_refused():
     for options, field in (
         ({"implementation": "gpu"}, "implementation"),
+        ({"implementation": ["cpu"]}, "implementation"),
         ({"isa": "avx2"}, "options"),
         ({"implementation": "cpu", "isa": "avx3"}, "isa"),
         ({"implementation": "cpu", "lanes": 3}, "options"),
@@ -254,12 +257,117 @@ def test_without_the_compiled_part_it_is_refused_with_the_reason(monkeypatch):
         fused()
 
 
-def test_another_backends_plan_is_refused():
+@pytest.mark.parametrize("other", [lambda: get_backend("fused"), fused], ids=["unused", "of the same name"])
+def test_another_backends_plan_is_refused(other):
     case = many_readers(num_readers=1, tokens=20)
-    plan, _, _ = attend(fused(), case)
+    plan, _, _ = attend(fused(ISAS[-1]), case)
+    theirs, _, _ = attend(get_backend("reference"), case)
+    backend = other()
+    for act in (
+        lambda: backend.run(plan, 0, case.q, case.kv_layer),
+        lambda: backend.run(theirs, 0, case.q, case.kv_layer),
+        lambda: backend.advance(plan),
+        lambda: backend.advance(theirs),
+    ):
+        with pytest.raises(KernelError) as refused:
+            act()
+        assert (refused.value.code, refused.value.field) == ("invalid_argument", "plan")
+
+
+@pytest.mark.parametrize("field", ["q", "kv_layer", "sinks"])
+def test_tensors_of_another_device_are_refused(field):
+    case = many_readers(num_readers=1, tokens=20)
+    backend = fused()
+    plan, _, _ = attend(backend, case)
+    given = {"q": case.q, "kv_layer": case.kv_layer, "sinks": torch.zeros(6)}
+    given[field] = given[field].to("meta")
+    with pytest.raises(KernelError, match="is on meta") as refused:
+        backend.run(plan, 0, **given)
+    assert (refused.value.code, refused.value.field) == ("invalid_argument", field)
+
+
+@pytest.mark.parametrize("softcap", [1e-46, 1e-40, 1e-37, 1e-3, 1e30, 1e39, math.inf])
+def test_a_soft_cap_is_exact_or_refused(softcap):
+    case = many_readers(num_readers=2, tokens=40, softcap=softcap)
+    if softcap < 1.2e-38 or softcap > 3.4e38:
+        with pytest.raises(KernelError) as refused:
+            attend(fused(), case)
+        assert (refused.value.code, refused.value.field) == ("capability_missing", "softcap")
+    else:
+        _, want, _ = attend(get_backend("reference"), case)
+        assert error(attend(fused(), case)[1], want) <= 2e-6
+
+
+@pytest.mark.parametrize("scale", [1e39, math.inf, math.nan])
+def test_a_scale_that_float32_does_not_hold_is_refused(scale):
+    case = many_readers(num_readers=1, tokens=20)
     with pytest.raises(KernelError) as refused:
-        get_backend("fused").run(plan, 0, case.q, case.kv_layer)
-    assert refused.value.field == "plan"
+        attend(fused(), replace(case, shape=replace(case.shape, scale=scale)))
+    assert (refused.value.code, refused.value.field) == ("capability_missing", "scale")
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**32 + 1, 2**63])
+def test_a_window_wider_than_any_context_hides_nothing(window):
+    _, want, want_lse2 = attend(fused(), many_readers(num_readers=2, tokens=40))
+    _, out, lse2 = attend(fused(), many_readers(num_readers=2, tokens=40, window=window))
+    assert torch.equal(out, want) and torch.equal(lse2, want_lse2)
+
+
+def test_threads_that_share_a_backend_take_turns():
+    backend = fused()
+    cases = [many_readers(3, 900), many_readers(2, 1800, rows=30), many_readers(7, 4000)]
+    made = [attend(backend, case) for case in cases]
+    wrong = []
+
+    def repeat(case, plan, want):
+        for _ in range(30):
+            if not torch.equal(backend.run(plan, 0, case.q, case.kv_layer), want):
+                wrong.append(plan)
+
+    work = [
+        threading.Thread(target=repeat, args=(c, plan, out))
+        for c, (plan, out, _) in zip(cases, made, strict=True)
+    ]
+    for one in work:
+        one.start()
+    for one in work:
+        one.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("reserve", "field"),
+    [
+        (7, "reserve"),
+        ([[5]], "reserve"),
+        ([[8], []], "reserve[0]"),
+        ([[], [2**31]], "reserve[1]"),
+        ([[-1], []], "reserve[0]"),
+        ([[5, 5], []], "reserve[0]"),
+        ([[5], [6, 5]], "reserve[1]"),
+        ([[0], []], "reserve[0]"),
+        ([[2], []], "reserve[0]"),
+        ([None, []], "reserve[0]"),
+        ([[1.5], []], "reserve[0]"),
+        ([["a"], []], "reserve[0]"),
+        ([5, 6], "reserve[0]"),
+    ],
+)
+def test_only_fresh_pages_of_the_arena_are_reserved(reserve, field):
+    table = SegmentTable.from_sequences(
+        [
+            SequenceSegments(19, 1, [(0, 0, 16, 0, 0), (1, 0, 4, 16, 0)], 0),
+            SequenceSegments(5, 1, [(2, 0, 6, 0, 0)], 1),
+        ],
+        page_size=16,
+        num_pages=8,
+    )
+    parameters = PlanParameters(2, 2, (64,), (8,), 2)
+    fine = planner.plan_table(table, parameters, reserve=[np.array([3]), (4, 7)])
+    assert fine.tails.tolist() == [[1, 2], [4, 3]]
+    with pytest.raises(KernelError) as refused:
+        planner.plan_table(table, parameters, reserve=reserve)
+    assert (refused.value.code, refused.value.field) == ("invalid_argument", field)
 
 
 def test_lse_of_equal_scores():

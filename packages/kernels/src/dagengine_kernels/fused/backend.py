@@ -6,7 +6,7 @@ Knows which implementations there are and what each says of itself. They are imp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -29,6 +29,9 @@ EXECUTORS = {
 
 AUTO = {"cpu": ("cpu",), "cuda": ("cuda", "tilelang", "triton")}
 """By device type, what `auto` chooses from, the fastest first."""
+
+POSITIONS = 2**31
+"""View positions are below this, so a window of as many keys hides none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class FusedBackend(AttentionBackend):
 
     @property
     def implementation(self) -> str:  # type: ignore[override]
-        """What ran last; before anything did, what would run on the first device of this machine."""
+        """What the last plan is for; before the first, what would run on the first device of this machine."""
         if self.last_plan is not None:
             return _label(self._executors[self.last_plan.executor])
         if self._named is not None:
@@ -128,6 +131,9 @@ class FusedBackend(AttentionBackend):
                 decode step to decode step; rotary tables must then reach as far as the rows will.
         """
         device = self._check_plan(table, shape, rotary, device, dtype)
+        _check_factors(shape)
+        if shape.window is not None and shape.window >= POSITIONS:
+            shape = replace(shape, window=None)
         refusal: KernelError | None = None
         for executor in self._able(device):
             try:
@@ -135,7 +141,9 @@ class FusedBackend(AttentionBackend):
                 if reserve is not None and not executor.advances:
                     raise KernelError(UNSUPPORTED, f"{executor.name!r} plans every step anew", "reserve")
                 arrays = planner.plan_table(table, executor.parameters(table, shape, device), reserve=reserve)
-                plan = FusedPlan(self.name, table, shape, rotary, device, dtype, arrays, executor.name)
+                plan = FusedPlan(
+                    self.name, table, shape, rotary, device, dtype, arrays, executor.name, maker=executor
+                )
                 executor.load(plan)
             except KernelError as error:
                 if self._named is not None or error.code != UNSUPPORTED:
@@ -158,10 +166,9 @@ class FusedBackend(AttentionBackend):
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         self._check_run(plan, q, kv_layer, sinks)
+        executor = self._maker(plan)
         assert isinstance(plan, FusedPlan)
-        executor = self._executors.get(plan.executor)
-        if executor is None:
-            raise KernelError(INVALID_ARGUMENT, f"was made for {plan.executor!r} by another backend", "plan")
+        _check_devices(plan.device, q, kv_layer, sinks)
         out, lse2 = executor.run(plan, q, kv_layer, sinks=sinks, return_lse=return_lse)
         self._note_temp(executor.temp_bytes(plan))
         if not return_lse:
@@ -173,9 +180,18 @@ class FusedBackend(AttentionBackend):
         """Make a plan with reserved pages that of the next decode step: can be captured in a CUDA graph.
 
         Every sequence of one row that has room has one token more, at the end of its own; every row is one position on.
-        Raises: KernelError (capability_missing) where the implementation plans every step anew.
+        Raises: KernelError (capability_missing where the implementation plans every step anew; invalid_argument for
+            a plan of another backend).
         """
-        self._executors[plan.executor].advance(plan)
+        self._maker(plan).advance(plan)
+
+    def _maker(self, plan: Plan) -> Executor:
+        """The implementation that made a plan. Raises: KernelError (invalid_argument) where it is not of this one."""
+        if not isinstance(plan, FusedPlan) or self._executors.get(plan.executor) is not plan.maker:
+            made = f"for {plan.executor!r}" if isinstance(plan, FusedPlan) else f"a {type(plan).__name__}"
+            raise KernelError(INVALID_ARGUMENT, f"was made by another backend, {made}", "plan")
+        assert plan.maker is not None
+        return plan.maker
 
     def _able(self, device: torch.device) -> list[Executor]:
         """The implementations to try on a device, at least one. Raises: KernelError (capability_missing)."""
@@ -194,13 +210,14 @@ class FusedBackend(AttentionBackend):
         return found
 
     def _make(self, name: str, options: dict[str, Any]) -> Executor:
+        made = _executor_class(name)
         if name not in self._executors:
-            self._executors[name] = _executor_class(name)(**options)
+            self._executors[name] = made(**options)
         return self._executors[name]
 
 
 def _executor_class(name: str) -> type[Executor]:
-    if name not in EXECUTORS:
+    if not isinstance(name, str) or name not in EXECUTORS:
         listed = ", ".join(("auto", *EXECUTORS))
         raise KernelError(INVALID_ARGUMENT, f"must be one of {listed}, not {name!r}", "implementation")
     module, _, attribute = EXECUTORS[name].partition(":")
@@ -220,3 +237,26 @@ def _why_not(name: str, device: torch.device) -> str | None:
 
 def _label(executor: Executor) -> str:
     return getattr(executor, "implementation", f"fused-{executor.name}")
+
+
+def _check_factors(shape: AttentionShape) -> None:
+    """Raises KernelError (capability_missing) for factors that float32, in which all walks compute, does not hold."""
+    limits = torch.finfo(torch.float32)
+    if not abs(shape.scale) <= limits.max:
+        message = f"must be within +-{limits.max:.3g} (float32), not {shape.scale}"
+        raise KernelError(UNSUPPORTED, message, "scale")
+    if shape.softcap is not None and not limits.tiny <= shape.softcap <= limits.max:
+        message = f"must be in [{limits.tiny:.3g}, {limits.max:.3g}] (float32), not {shape.softcap}"
+        raise KernelError(UNSUPPORTED, message, "softcap")
+
+
+def _check_devices(device: torch.device, q: Tensor, kv_layer: Tensor, sinks: Tensor | None) -> None:
+    """Raises KernelError (invalid_argument) for tensors that are not on the plan's device; sinks are moved to it."""
+    for name, tensor in (("q", q), ("kv_layer", kv_layer)):
+        elsewhere = device.index is not None and (tensor.device.index or 0) != device.index
+        if tensor.device.type != device.type or elsewhere:
+            raise KernelError(INVALID_ARGUMENT, f"must be on {device}, is on {tensor.device}", name)
+    if kv_layer.device != q.device:
+        raise KernelError(INVALID_ARGUMENT, f"must be on {q.device}, is on {kv_layer.device}", "kv_layer")
+    if sinks is not None and sinks.device.type not in ("cpu", device.type):
+        raise KernelError(INVALID_ARGUMENT, f"must be on {device}, is on {sinks.device}", "sinks")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from typing import Any, ClassVar
 
 import numpy as np
@@ -63,6 +64,7 @@ class CpuExecutor(Executor):
         self.isa = wanted
         self.implementation = f"fused-cpu-{wanted}"
         self._workspace = self._native.Workspace()
+        self._one_launch = threading.Lock()
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -118,10 +120,9 @@ class CpuExecutor(Executor):
         out = torch.empty(q.shape, dtype=q.dtype)
         lse2 = torch.empty(q.shape[:2], dtype=torch.float32) if return_lse else None
         if sinks is not None:
-            sinks = sinks.to(torch.float32).contiguous()
+            sinks = sinks.to("cpu", torch.float32).contiguous()
         native_plan: Any = plan.loaded["native"]
-        native_plan.run(
-            self._workspace,
+        launch = (
             q.data_ptr(),
             q.stride(0),
             q.stride(1),
@@ -133,6 +134,8 @@ class CpuExecutor(Executor):
             0 if lse2 is None else lse2.data_ptr(),
             torch.get_num_threads(),
         )
+        with self._one_launch:
+            native_plan.run(self._workspace, *launch)
         return out, lse2
 
     def temp_bytes(self, plan: FusedPlan) -> int:

@@ -23,11 +23,13 @@ class FusedPlan(Plan):
         arrays: the plan on the host.
         executor: the implementation that it was made for.
         loaded: what that implementation made of it (device arrays, scratch); its own business.
+        maker: the instance that loaded it; no other runs it.
     """
 
     arrays: PlanArrays
     executor: str
     loaded: dict[str, Any] = field(default_factory=dict)
+    maker: Executor | None = None
 
 
 class Executor(ABC):

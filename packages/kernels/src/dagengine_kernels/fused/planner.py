@@ -6,7 +6,7 @@ What is planned depends on what sequences see, not on the order in which they se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from functools import cache
 from typing import Any
 
@@ -25,7 +25,7 @@ from dagengine_kernels.fused.plan import (
     PlanParameters,
 )
 from dagengine_kernels.fused.spans import SpanTable, check_page_size, indptr, to_spans
-from dagengine_kernels.segments import SegmentTable
+from dagengine_kernels.segments import PAGE, SegmentTable
 
 MAX_HEIGHTS = 2
 
@@ -36,7 +36,9 @@ def plan_table(
     """Plan a valid SegmentTable: gives what `plan_spans` gives for `spans.to_spans(table)`."""
     check_parameters(parameters)
     check_page_size(table.page_size)
-    check_reserve(table.q_indptr, table.extent_indptr, reserve)
+    check_reserve(table.q_indptr, table.extent_indptr, reserve, num_pages=table.num_pages)
+    if reserve is not None:
+        _check_fresh(table, reserve)
     native = _native()
     if native is None:
         spans = to_spans(table)
@@ -188,18 +190,44 @@ def check_parameters(parameters: PlanParameters) -> None:
 
 
 def check_reserve(
-    q_indptr: NDArray[np.int32], listed_indptr: NDArray[np.int32], reserve: Sequence[Sequence[int]] | None
+    q_indptr: NDArray[np.int32],
+    listed_indptr: NDArray[np.int32],
+    reserve: Sequence[Sequence[int]] | None,
+    *,
+    num_pages: int = 2**31,
 ) -> None:
-    """Raises KernelError (invalid_argument) for pages reserved for a sequence that cannot grow into them."""
+    """Raises KernelError (invalid_argument) for pages that are none, are named twice, or are reserved for a sequence
+    that cannot grow into them."""
     if reserve is None:
         return
+    if not isinstance(reserve, Sized):
+        raise KernelError(INVALID_ARGUMENT, f"must be lists of pages, not {reserve!r}", "reserve")
     if len(reserve) != len(q_indptr) - 1:
         message = f"must name pages for each of {len(q_indptr) - 1} sequences, names {len(reserve)}"
         raise KernelError(INVALID_ARGUMENT, message, "reserve")
     rows, counts = np.diff(q_indptr), np.diff(listed_indptr)
+    named: set[int] = set()
     for sequence, pages in enumerate(reserve):
+        if not isinstance(pages, Sized) or not all(isinstance(page, (int, np.integer)) for page in pages):
+            message = f"must be a list of page numbers, not {pages!r}"
+            raise KernelError(INVALID_ARGUMENT, message, f"reserve[{sequence}]")
         if len(pages) and (rows[sequence] != 1 or not counts[sequence]):
             message = f"has {rows[sequence]} rows and lists {counts[sequence]} spans: it cannot grow"
             raise KernelError(INVALID_ARGUMENT, message, f"reserve[{sequence}]")
-        if len(pages) and min(pages) < 0:
-            raise KernelError(INVALID_ARGUMENT, "pages must not be negative", f"reserve[{sequence}]")
+        for page in pages:
+            if not 0 <= page < num_pages:
+                message = f"must be pages in [0, {num_pages}), names {page}"
+                raise KernelError(INVALID_ARGUMENT, message, f"reserve[{sequence}]")
+            if int(page) in named:
+                raise KernelError(INVALID_ARGUMENT, f"page {page} is named twice", f"reserve[{sequence}]")
+            named.add(int(page))
+
+
+def _check_fresh(table: SegmentTable, reserve: Sequence[Sequence[int]]) -> None:
+    """Raises KernelError (invalid_argument) for a reserved page that holds tokens of the table."""
+    listed = set(table.extents[:, PAGE].tolist())
+    for sequence, pages in enumerate(reserve):
+        for page in pages:
+            if page in listed:
+                message = f"page {page} holds tokens that the table lists"
+                raise KernelError(INVALID_ARGUMENT, message, f"reserve[{sequence}]")
