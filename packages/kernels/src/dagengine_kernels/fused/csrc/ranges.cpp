@@ -152,9 +152,10 @@ void Ranges::find_ends(const Place* begin, const Place* end) {
         int32_t following = last;
         int32_t* const place = places.data();
         for (size_t i = 0; i < 2 * count; ++i) {
-            const bool behind = all[i] > reached;
-            place[i] += behind;
-            following = std::min(following, behind ? all[i] : last);
+            const int32_t token = all[i], behind = token > reached ? -1 : 0;
+            place[i] -= behind;
+            const int32_t found = (token & behind) | (last & ~behind);
+            following = found < following ? found : following;
         }
         ends.push_back(reached = following);
     }
