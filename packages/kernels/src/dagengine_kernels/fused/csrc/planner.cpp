@@ -417,9 +417,15 @@ class Planner {
             const int64_t rows = tile.num_rows - word * 64;  // of the tile, from this word on
             if (rows < 64) others[word] = rows <= 0 ? 0 : ~uint64_t{0} >> (64 - rows);
         }
-        const int32_t last = run_at(work.end - 1);
-        for (int32_t run = run_at(work.begin); run <= last; ++run) {
-            const uint64_t* const seeing = sights.masks.data() + mask_of_run[run];
+        const uint64_t* const all = sights.masks.data();
+        const int64_t* mask = mask_of_run.data() + run_at(work.begin);
+        for (const int64_t* const last = mask_of_run.data() + run_at(work.end - 1); mask <= last; ++mask) {
+            if (words == 1) {
+                if (others[0] &= ~all[*mask]) continue;
+                cut_masks.resize(at);
+                return -1;
+            }
+            const uint64_t* const seeing = all + *mask;
             uint64_t any = 0;
             for (int64_t word = 0; word < words; ++word) any |= others[word] &= ~seeing[word];
             if (any) continue;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <climits>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "ranges.h"
@@ -47,8 +48,8 @@ class Sights {
         in = &ranges;
         words = (slots + 63) / 64;
         masks.clear();
-        local.assign(in->ranges.size(), Local{0, 0});
-        stamp = 0;
+        local.assign(in->ranges.size(), Local{-1, 0});
+        before = count = 0;
         while (static_cast<int64_t>(keys.size()) < slots / 2 + LANES) {
             uint64_t key = (keys.size() + 1) * 0x9E3779B97F4A7C15u;
             key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9u;
@@ -62,38 +63,36 @@ class Sights {
         int64_t most = 0;
         for (int64_t i = 0; i < number; ++i) most += in->units[mine[i]].times;
         width = (rows + LANES - 1) / LANES * LANES;
+        before += count;
         count = 0;
         sights.resize(most);
         vectors.resize(most * width);
-        first_mask = static_cast<int64_t>(masks.size());
-        masks.resize(first_mask + most * words);
-        ++stamp;
+        masks.resize((before + most) * words);
         int64_t slot = 0;
         for (int64_t i = 0; i < number; ++i) {
             see(in->units[mine[i]], slot);
             slot += in->units[mine[i]].size;
         }
-        masks.resize(first_mask + count * words);
+        masks.resize(int64_t{before + count} * words);
         group();
     }
 
     const int32_t* vector_of(const Group& group) const { return vectors.data() + group.sight * width; }
-    int64_t mask_of(const Group& group) const { return first_mask + group.sight * words; }
+    int64_t mask_of(const Group& group) const { return int64_t{before + group.sight} * words; }
 
   private:
     static constexpr int64_t LANES = 4;  // vectors are multiples of this, so that loops over them need no rest
 
     struct Local {
-        uint32_t stamp;
-        int32_t sight;
+        int32_t sight;  // of this tile where it is at least `before`, counted through all tiles
+        int32_t at;     // its vector
     };
 
     const Ranges* in = nullptr;
     int64_t width = 0;         // deltas of a vector, the last ones beyond the tile's rows
     std::vector<Local> local;  // range -> its sight in layer 0
-    uint32_t stamp = 0;
-    int32_t count = 0;
-    int64_t first_mask = 0;  // that of sight 0
+    int32_t before = 0;  // sights of the tiles before
+    int32_t count = 0;   // sights of the tile
     Buffer<Sight> sights;
     Buffer<int32_t> vectors;     // by sight
     std::vector<uint64_t> keys;  // odd, of each two deltas
@@ -101,48 +100,48 @@ class Sights {
 
     // A unit, whose rows are in the slots from `slot` on, sees its pieces.
     void see(const Unit& unit, int64_t slot) {
-        const int64_t across = width, mask_words = words, size = unit.size;
-        const uint32_t now = stamp;
+        const int64_t mask_words = words, size = unit.size;
+        const int32_t first = before;
         const uint64_t bit = uint64_t{1} << slot % 64;
         Local* const locals = local.data();
         int32_t* const deltas = vectors.data() + slot;
-        uint64_t* const bits = masks.data() + first_mask + slot / 64;
+        uint64_t* const bits = masks.data() + slot / 64;
         const Seen* const end = in->seen.data() + unit.last_piece;
         for (const Seen* piece = in->seen.data() + unit.first_piece; piece != end; ++piece) {
             const int32_t delta = piece->delta;
             in->each_range(*piece, [&](int32_t r) {
-                if (locals[r].stamp != now) locals[r] = {now, add(r, 0)};
-                int64_t sight = locals[r].sight;
-                if (deltas[sight * across] != INVISIBLE) sight = deeper(r, slot);
-                deltas[sight * across] = delta;
-                bits[sight * mask_words] |= bit;
+                if (locals[r].sight < first) locals[r] = add(r, 0);
+                Local mine = locals[r];
+                if (deltas[mine.at] != INVISIBLE) mine = deeper(r, slot);
+                deltas[mine.at] = delta;
+                bits[mine.sight * mask_words] |= bit;
                 for (int64_t row = 1; row < size; ++row) {
-                    deltas[sight * across + row] = delta;
-                    masks[first_mask + sight * mask_words + (slot + row) / 64] |= uint64_t{1} << (slot + row) % 64;
+                    deltas[mine.at + row] = delta;
+                    masks[mine.sight * mask_words + (slot + row) / 64] |= uint64_t{1} << (slot + row) % 64;
                 }
             });
         }
     }
 
     // The sight of the first layer in which a slot does not see the range yet.
-    int32_t deeper(int32_t range, int64_t slot) {
-        int32_t sight = local[range].sight;
+    Local deeper(int32_t range, int64_t slot) {
+        int32_t sight = local[range].sight - before;
         while (vectors[sight * width + slot] != INVISIBLE) {
             if (sights[sight].deeper < 0) {
-                const int32_t made = add(range, sights[sight].layer + 1);
-                sights[sight].deeper = made;
+                sights[sight].deeper = count;
+                return add(range, sights[sight].layer + 1);
             }
             sight = sights[sight].deeper;
         }
-        return sight;
+        return {before + sight, static_cast<int32_t>(sight * width)};
     }
 
-    int32_t add(int32_t range, int32_t layer) {
+    Local add(int32_t range, int32_t layer) {
         const int32_t sight = count++;
         sights[sight] = {range, layer, -1};
         std::fill_n(vectors.data() + sight * width, width, INVISIBLE);
-        for (int64_t word = 0; word < words; ++word) masks[first_mask + sight * words + word] = 0;
-        return sight;
+        for (int64_t word = 0; word < words; ++word) masks[(before + sight) * words + word] = 0;
+        return {before + sight, static_cast<int32_t>(sight * width)};
     }
 
     void group() {
@@ -170,8 +169,9 @@ class Sights {
         const int32_t* const vector = vectors.data() + sight * width;
         uint64_t hash = 0;
         for (int64_t i = 0; i < width / 2; ++i) {
-            const uint64_t low = static_cast<uint32_t>(vector[2 * i]), high = static_cast<uint32_t>(vector[2 * i + 1]);
-            hash += (low | high << 32) * keys[i];
+            uint64_t two;
+            std::memcpy(&two, vector + 2 * i, sizeof two);
+            hash += two * keys[i];
         }
         hash ^= hash >> 32;
         hash *= keys[0];
