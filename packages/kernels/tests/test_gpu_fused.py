@@ -136,9 +136,9 @@ def test_a_plan_advances_inside_a_graph():
     kv = torch.randn(48, 2, 2, size, 128, device="cuda").bfloat16()
     q = torch.randn(6, 8, 128, device="cuda").bfloat16()
     first = table_of(0)
-    plan = backend.plan(
-        first, shape, rotary, device="cuda", dtype=torch.bfloat16, reserve=[more for _, more in tails]
-    )
+    reserve = [more for _, more in tails]
+    with skip_what_cannot_run():
+        plan = backend.plan(first, shape, rotary, device="cuda", dtype=torch.bfloat16, reserve=reserve)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         backend.run(plan, 0, q, kv)
