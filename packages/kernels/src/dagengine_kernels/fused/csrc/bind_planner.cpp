@@ -16,27 +16,27 @@ namespace {
 template <typename T>
 using In = py::array_t<T, py::array::c_style>;
 
-// A vector of structs of `columns` ints as an array [n, columns] that owns it; columns 0: of ints, [n].
-template <typename T, typename Allocator>
-py::array give(std::vector<T, Allocator>&& values, py::ssize_t columns = 0) {
-    using Values = std::vector<T, Allocator>;
-    auto owned = new Values(std::move(values));
-    py::capsule owner(owned, [](void* pointer) { delete static_cast<Values*>(pointer); });
-    auto* data = reinterpret_cast<int32_t*>(owned->data());
-    const auto ints = static_cast<py::ssize_t>(owned->size() * sizeof(T) / sizeof(int32_t));
+// A vector of structs of `columns` ints as an array [n, columns], columns 0: of ints, [n]; `owner` keeps the vector.
+template <typename Values>
+py::array give(const Values& values, const py::capsule& owner, py::ssize_t columns = 0) {
+    auto* data = reinterpret_cast<const int32_t*>(values.data());
+    const auto ints = static_cast<py::ssize_t>(values.size() * sizeof(values[0]) / sizeof(int32_t));
     if (!columns) return py::array_t<int32_t>({ints}, data, owner);
     return py::array_t<int32_t>({ints / columns, columns}, data, owner);
 }
 
-py::tuple give_plan(Plan&& plan) {
+// One owner for all arrays of a plan: what makes each its own takes longer than some of them do to plan.
+py::tuple give_plan(Plan&& made) {
+    auto* const plan = new Plan(std::move(made));
+    const py::capsule owner(plan, [](void* pointer) { delete static_cast<Plan*>(pointer); });
     py::list classes;
-    for (Class& one : plan.classes)
-        classes.append(py::make_tuple(one.height, give(std::move(one.tile_rows), one.slots),
-                                      give(std::move(one.works), 5), give(std::move(one.work_indptr))));
-    return py::make_tuple(give(std::move(plan.entries), 4), give(std::move(plan.runs), 2),
-                          give(std::move(plan.deltas)), classes, give(std::move(plan.merge_rows)),
-                          give(std::move(plan.merge_indptr)), give(std::move(plan.merge_parts)), plan.num_parts,
-                          give(std::move(plan.tails), 2), plan.tokens_read, plan.tokens_unique);
+    for (const Class& one : plan->classes)
+        classes.append(py::make_tuple(one.height, give(one.tile_rows, owner, one.slots), give(one.works, owner, 5),
+                                      give(one.work_indptr, owner)));
+    return py::make_tuple(give(plan->entries, owner, 4), give(plan->runs, owner, 2), give(plan->deltas, owner), classes,
+                          give(plan->merge_rows, owner), give(plan->merge_indptr, owner),
+                          give(plan->merge_parts, owner), plan->num_parts, give(plan->tails, owner, 2),
+                          plan->tokens_read, plan->tokens_unique);
 }
 
 Parameters read_parameters(const py::tuple& given) {
