@@ -243,6 +243,23 @@ def test_the_planner_in_cpp_gives_what_its_twin_gives(seed):
     )
 
 
+@needs_native
+@pytest.mark.parametrize("sequences", [10, 150])
+@pytest.mark.parametrize("heights", [(64, 128), (70,)])
+def test_the_planners_agree_where_many_slots_see_slices_with_many_ends(sequences, heights):
+    rng = random.Random(sequences)
+    nodes = [list(range(10 * i, 10 * i + 10)) for i in range(3)]
+    contexts = []
+    for _ in range(sequences):
+        starts = [rng.randrange(150) for _ in range(3)]
+        contexts.append([(rng.choice(nodes), start, rng.randint(start + 1, 160)) for start in starts])
+    table = batch(*contexts, page_size=16)
+    workers = tuple(9 for _ in heights)
+    parameters = PlanParameters(group=1, num_kv_heads=2, rows_per_tile=heights, workers=workers, boxes=2)
+    for one in (parameters, replace(parameters, boxes=1, run_cost=2, work_cost=0, min_chunk=3)):
+        assert_equal(plan_spans(table, one), planner_twin.plan_spans(table, one))
+
+
 def batch(*contexts, page_size=64, rows=1) -> SpanTable:
     """Sequences that see (pages, start, stop) one behind the other, the rows at the end."""
     sequences = []
