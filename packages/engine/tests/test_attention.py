@@ -7,6 +7,8 @@ import pytest
 from dagengine.build import build_core
 from dagengine.config import EngineConfig
 from dagengine.errors import DagError
+from dagengine_kernels import KernelError
+from dagengine_kernels.errors import UNSUPPORTED
 from dagengine_kernels.fused import native
 from dagengine_kernels.fused.backend import FusedBackend
 
@@ -51,7 +53,7 @@ def test_a_backend_that_cannot_run_the_model_is_refused_at_the_start(model_folde
 
 def test_auto_without_any_backend_names_every_reason(model_folder, monkeypatch):
     def refuse(self, *args, **kwargs):
-        raise RuntimeError("broken")
+        raise KernelError(UNSUPPORTED, "not today")
 
     monkeypatch.setattr(FusedBackend, "plan", refuse)
     monkeypatch.setattr("dagengine_kernels.segmented.SegmentedBackend.plan", refuse)
@@ -60,6 +62,12 @@ def test_auto_without_any_backend_names_every_reason(model_folder, monkeypatch):
     assert refused.value.field == "attention_backend"
     assert "fused cannot run" in refused.value.message
     assert "segmented cannot run" in refused.value.message
+
+
+def test_auto_does_not_hide_a_mistake(model_folder, monkeypatch):
+    monkeypatch.setenv("DAGENGINE_CPU_ISA", "nonsense")
+    with pytest.raises(DagError, match="nonsense"):
+        core(model_folder)
 
 
 def test_an_asked_for_backend_is_taken(model_folder):

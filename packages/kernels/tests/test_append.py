@@ -20,7 +20,7 @@ def test_tokens_land_in_their_slots_and_nowhere_else(dtype, page_size):
     append_kv(k, v, positions, slots, rotary, kv_layer)
     at = kv_layer.permute(0, 3, 1, 2, 4)[slots // page_size, slots % page_size]
     eps = torch.finfo(dtype).eps if dtype != torch.float64 else torch.finfo(torch.float32).eps
-    torch.testing.assert_close(at[:, 0], rotate(k, positions, rotary), rtol=eps, atol=eps)
+    torch.testing.assert_close(at[:, 0], rotate(k, positions, rotary), rtol=2 * eps, atol=4 * eps)
     assert torch.equal(at[:, 1], v)
     assert int((~kv_layer.isnan()).sum()) == 5 * 2 * 2 * 8
 

@@ -379,3 +379,22 @@ def test_lse_of_equal_scores():
     assert plan.arrays.num_parts > 0
     want = math.log2(4001) + 64 * 0.5 * 0.25 / 8 / math.log(2)
     assert lse2.item() == pytest.approx(want, abs=1e-4)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_sink_of_minus_infinity_takes_nothing(isa):
+    rotary = build_table(frequencies(16), 1.0, 64)
+    table = SegmentTable.from_sequences(
+        [SequenceSegments(0, 1, []), SequenceSegments(5, 1, [(0, 0, 5, 0, 0)], 1)], page_size=8, num_pages=1
+    )
+    shape = AttentionShape(4, 2, 16, 0.25)
+    q, kv = torch.randn(2, 4, 16), torch.randn(1, 2, 2, 8, 16)
+    sinks = torch.tensor([-math.inf, 0.0, 1.0, -math.inf])
+    results = []
+    for backend in (fused(isa), get_backend("reference")):
+        plan = backend.plan(table, shape, rotary, device="cpu", dtype=torch.float32)
+        results.append(backend.run(plan, 0, q, kv, sinks=sinks, return_lse=True))
+    (out, lse2), (want, want_lse2) = results
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse2, want_lse2)
+    assert torch.isneginf(lse2[0, [0, 3]]).all() and not out[0].any()

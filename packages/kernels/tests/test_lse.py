@@ -80,3 +80,11 @@ def test_a_sink_alone_gives_zero_and_its_own_lse():
     out, lse2 = apply_sinks(torch.zeros(1, 1, 4), torch.full((1, 1), -math.inf), torch.tensor([2.0]))
     assert not out.any()
     assert torch.allclose(lse2, torch.tensor([[2.0 * LOG2E]]))
+
+
+def test_a_sink_of_minus_infinity_takes_nothing_even_where_nothing_is_seen():
+    out, lse2 = torch.ones(2, 2, 3), torch.tensor([[0.5, 0.5], [-math.inf, -math.inf]])
+    out[1] = 0.0
+    have, have_lse2 = apply_sinks(out, lse2, torch.tensor([-math.inf, 0.0]))
+    assert torch.equal(have[:, 0], out[:, 0]) and torch.equal(have_lse2[:, 0], lse2[:, 0])
+    assert torch.equal(have[1, 1], torch.zeros(3)) and float(have_lse2[1, 1]) == 0.0

@@ -160,7 +160,9 @@ def ptxas():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("v", executor.variants()[:4], ids=str)  # tools/cuda_check.py --tilelang builds them all
+@pytest.mark.parametrize(
+    "v", executor.variants()[:4], ids=str
+)  # tools/cuda_check.py --tilelang builds them all
 def test_variants_compile_without_spills(v, ptxas, tmp_path):
     from dagengine_kernels.fused.tilelang.compiled import source
 

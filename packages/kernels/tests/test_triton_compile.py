@@ -29,7 +29,15 @@ VARIANTS = {
     "keys-interleaved": (16, 128, 64, "bfloat16", {"TURN_KEYS": True, "INTERLEAVED": True}),
     "float32": (16, 64, 16, "float32", {}),
 }
-MAY_SPILL = ("128-rows", "float32", "partial-interleaved", "keys", "keys-interleaved")
+MAY_SPILL = (
+    "128-rows",
+    "page-16-128-rows",
+    "head-dim-64",
+    "float32",
+    "partial-interleaved",
+    "keys",
+    "keys-interleaved",
+)
 
 
 def compiled(kernel, types, constants, launch):

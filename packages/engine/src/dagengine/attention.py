@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dagengine_kernels import AttentionBackend, get_backend
+from dagengine_kernels import AttentionBackend, KernelError, get_backend
+from dagengine_kernels.errors import UNSUPPORTED
 
 from .errors import DagError, as_dag_error
 from .runner import Runner
@@ -34,7 +35,8 @@ def choose_backend(name: str, runner: Runner) -> ChosenBackend:
     """The backend `name`, or for `auto` the first of `PREFERRED` that can run the runner's model on its device.
 
     Raises:
-        DagError: the backend is unknown, or cannot run the model; of `auto`, when none can.
+        DagError: the backend is unknown, or cannot run the model; of `auto`, when none can, or when one fails for
+            another reason than that (a wrong setting is not a reason to take a slower backend).
     """
     if name != "auto":
         try:
@@ -46,6 +48,8 @@ def choose_backend(name: str, runner: Runner) -> ChosenBackend:
         try:
             return _tried(each, runner, "; ".join(refused) or f"the fastest on {runner.device.type}")
         except Exception as error:
+            if not (isinstance(error, KernelError) and error.code == UNSUPPORTED):
+                raise as_dag_error(error, FIELD) from None
             refused.append(f"{each} cannot run: {as_dag_error(error).message}")
     raise DagError("unsupported", "; ".join(refused), FIELD)
 

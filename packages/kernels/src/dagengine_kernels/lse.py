@@ -55,8 +55,9 @@ def apply_sinks(out: Tensor, lse2: Tensor, sinks: Tensor) -> tuple[Tensor, Tenso
     Args:
         out: [T, H, D]; lse2: [T, H] base 2; sinks: [H] logits (base e, as models store them).
     Returns: out in its dtype, and the lse2 of scores and sink together (finite even where a row saw nothing).
+        A sink of -inf takes nothing.
     """
     sinks2 = sinks.to(lse2.dtype) * LOG2E
     total = torch.logaddexp2(lse2, sinks2.expand_as(lse2))
-    share = torch.exp2(lse2 - total).unsqueeze(-1)
+    share = torch.exp2(lse2 - total.masked_fill(total == -math.inf, 0.0)).unsqueeze(-1)
     return (out.to(share.dtype) * share).to(out.dtype), total

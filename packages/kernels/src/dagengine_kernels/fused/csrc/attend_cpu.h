@@ -145,6 +145,7 @@ static inline void store_row(void* base, int64_t index, Dtype dtype, const float
 static inline float with_sink(float sink, float* lse2) {
     float sink2 = sink * 1.4426950408889634f;
     float top = *lse2 > sink2 ? *lse2 : sink2;
+    if (top == -__builtin_inff()) return 0.0f;  // nothing seen, and a sink of -inf
     float share = __builtin_exp2f(*lse2 - top), total = share + __builtin_exp2f(sink2 - top);
     *lse2 = top + __builtin_log2f(total);
     return share / total;

@@ -120,7 +120,7 @@ class CudaExecutor(Executor):
     """Attention on sm_90a.
 
     Args:
-        keys: keys per KV tile, 64 or 128; None chooses by the batch.
+        keys: keys per KV tile, 64 or 128; None chooses by the batch: 128 for long sequences without a window.
     """
 
     name: ClassVar[str] = "cuda"
@@ -157,7 +157,7 @@ class CudaExecutor(Executor):
             )
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         long = bool(len(table.q_indptr) > 1 and np.diff(table.q_indptr).max() * shape.group > NARROW)
-        keys = self._keys or (128 if long else 64)
+        keys = self._keys or (128 if long and shape.window is None else 64)  # both would spill registers
         heights = (WIDE,) if long or keys == 128 else (NARROW, WIDE)
         return PlanParameters(
             group=shape.group,
@@ -210,7 +210,7 @@ class CudaExecutor(Executor):
                 score_scale=shape.scale / shape.softcap if shape.softcap else shape.scale * LOG2E,
                 cap_log2=(shape.softcap or 0.0) * LOG2E,
                 rotary_length=0 if plan.rotary is None else plan.rotary.length,
-                window=shape.window or 0,
+                window=min(shape.window or 0, 2**30),  # no position is larger
                 num_kv_heads=shape.num_kv_heads,
                 **{n: base + 4 * places[n] for n in ("entries", "runs", "deltas", "step")},
                 **{n: base + 4 * at[n] for n in at},
@@ -343,7 +343,7 @@ def variants() -> Iterable[driver.Variant]:
     ):
         shape = AttentionShape(group, 1, dim, 1.0, window, softcap)
         rotary = rotary_of(rotary_dim, pairing) if rotary_dim else None
-        geometries = [(64, 64, 64), (128, 64, 128)]
+        geometries = [(64, 64, 64), (128, 64, 64 if window else 128)]
         if (dim, group, dtype) == (128, 4, torch.bfloat16):
             geometries += [(64, 16, 64), (128, 64, 64), (128, 16, 64)]
         for rows, page, keys in geometries:

@@ -277,5 +277,6 @@ def with_sink(log_sum, sink):
     """lse2 with a sink's logit (base e) in it, and the share that is left to what was there before."""
     sink2 = sink * LOG2E
     high = tl.maximum(log_sum, sink2)
+    high = tl.where(high == float("-inf"), 0.0, high)
     joint = high + tl.log2(tl.exp2(log_sum - high) + tl.exp2(sink2 - high))
-    return joint, tl.exp2(log_sum - joint)
+    return joint, tl.where(joint == float("-inf"), 0.0, tl.exp2(log_sum - joint))

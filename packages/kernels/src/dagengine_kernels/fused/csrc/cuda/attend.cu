@@ -224,9 +224,11 @@ __device__ __forceinline__ void finish(
     const int head = kv_head * GROUP + row.head;
     if (p.sinks) {
         const float sink2 = p.sinks[min(head, p.num_kv_heads * GROUP - 1)] * 1.44269504f, top = fmaxf(lse2, sink2);
-        const float total = top + log2f(exp2f(lse2 - top) + exp2f(sink2 - top));
-        share *= exp2f(lse2 - total);
-        lse2 = total;
+        if (top > MINUS_INF) {
+            const float total = top + log2f(exp2f(lse2 - top) + exp2f(sink2 - top));
+            share *= exp2f(lse2 - total);
+            lse2 = total;
+        }
     }
     const long long at = (long long)row.index * p.num_kv_heads * GROUP + head;
     if (p.lse2_out && t == 0 && row.index >= 0) p.lse2_out[at] = lse2;

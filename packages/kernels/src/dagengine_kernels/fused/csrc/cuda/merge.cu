@@ -138,9 +138,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) merge_parts(const __gri
     if (row < 0) return;
     if (p.sinks) {
         const float sink = p.sinks[row % p.kv_heads * GROUP + g] * LOG2E;
-        const float top = fmaxf(mine.top, sink), scale = exp2f(mine.top - top);
+        const float top = fmaxf(mine.top, sink), base = top == minus_infinity() ? 0.0f : top;
+        const float scale = exp2f(mine.top - base);
         mine.top = top;
-        mine.total = mine.total * scale + exp2f(sink - top);
+        mine.total = mine.total * scale + exp2f(sink - base);
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r)
 #pragma unroll
