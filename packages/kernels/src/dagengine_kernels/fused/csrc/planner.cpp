@@ -3,7 +3,6 @@
 #include "planner.h"
 
 #include <algorithm>
-#include <climits>
 #include <memory>
 #include <tuple>
 
@@ -362,7 +361,7 @@ class Planner {
             for (size_t t = 0; t < tiles.size(); ++t) {
                 if (tiles[t].height != static_cast<int32_t>(height)) continue;
                 order.push_back(static_cast<int32_t>(t));
-                items.resize(items.size() + heads, Item{{tiles[t].begin, tiles[t].end}, tiles[t].walk});
+                items.resize(items.size() + heads, Item{tiles[t].begin, tiles[t].end, tiles[t].walk});
             }
             if (order.empty()) continue;
             Class one{parameters.heights[height], slots[height], {}, {}, {}};

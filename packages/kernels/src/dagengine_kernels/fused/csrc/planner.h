@@ -102,18 +102,19 @@ Plan plan(const Batch& batch, const Parameters& parameters, const Reserve& reser
 bool find_spans(const int32_t* extent_indptr, int64_t sequences, const Extent* extents, int64_t page_size,
                 int64_t num_pages, Spans& found);
 
-// As planner_twin.cut: items (stretches of KV tiles), cut in order into shares for the workers. turns[k] is what the
-// changes of run up to KV tile k cost; a piece begins and ends relative to its item.
-struct Walked {
+// A head of a query tile: KV tiles begin .. end - 1.
+struct Item {
     int64_t begin, end;
+    int64_t walk;  // where the walk begins that it is of
 };
+
+// A stretch of an item, from its begin on.
 struct Piece {
     int32_t item, begin, end;
 };
-struct Item : Walked {
-    int64_t walk;  // where the walk begins that the item is of
-};
-// As planner_twin.share: the items of the query tiles in order, `heads` of each.
+
+// Shares of the items for the workers, as planner_twin.share: the items of the query tiles in order, `heads` of each.
+// turns[k] is what the changes of run up to KV tile k cost.
 void share(const std::vector<Item>& items, const int64_t* turns, int64_t heads, int64_t workers,
            const Parameters& parameters, Buffer<Piece>& pieces, Ints& indptr);
 

@@ -63,8 +63,7 @@ bool share_out(const std::vector<Item>& items, const int64_t* turns, int64_t wor
     return true;
 }
 
-}  // namespace
-
+// As planner_twin.cut.
 void cut(const std::vector<Item>& items, const int64_t* turns, int64_t workers, int64_t min_chunk,
          int64_t work_cost, Buffer<Piece>& pieces, Ints& indptr) {
     int64_t total = work_cost * static_cast<int64_t>(items.size());
@@ -96,8 +95,6 @@ void cut(const std::vector<Item>& items, const int64_t* turns, int64_t workers, 
     indptr.resize(workers + 1, static_cast<int32_t>(pieces.size()));
 }
 
-namespace {
-
 constexpr int64_t MANY = 8;  // as in planner_twin.py
 
 int64_t cost_of(const Piece& piece, const std::vector<Item>& items, const int64_t* turns,
@@ -111,7 +108,8 @@ int64_t makespan(const Buffer<Piece>& pieces, const Ints& indptr, const std::vec
     int64_t largest = 0;
     for (size_t worker = 0; worker + 1 < indptr.size(); ++worker) {
         int64_t sum = 0;
-        for (int32_t i = indptr[worker]; i < indptr[worker + 1]; ++i) sum += cost_of(pieces[i], items, turns, work_cost);
+        for (int32_t i = indptr[worker]; i < indptr[worker + 1]; ++i)
+            sum += cost_of(pieces[i], items, turns, work_cost);
         largest = std::max(largest, sum);
     }
     return largest;
