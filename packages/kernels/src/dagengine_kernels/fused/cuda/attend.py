@@ -120,7 +120,7 @@ class CudaExecutor(Executor):
     """Attention on sm_90a.
 
     Args:
-        keys: keys per KV tile, 64 or 128; None chooses by the batch: 128 for long sequences without a window.
+        keys: keys per KV tile, 64 or 128; None chooses by the batch: 128 for long sequences of shapes that leave the registers for it.
     """
 
     name: ClassVar[str] = "cuda"
@@ -157,7 +157,7 @@ class CudaExecutor(Executor):
             )
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         long = bool(len(table.q_indptr) > 1 and np.diff(table.q_indptr).max() * shape.group > NARROW)
-        keys = self._keys or (128 if long and shape.window is None else 64)  # both would spill registers
+        keys = self._keys or (128 if long and _may_be_wide(shape) else 64)
         heights = (WIDE,) if long or keys == 128 else (NARROW, WIDE)
         return PlanParameters(
             group=shape.group,
@@ -291,6 +291,13 @@ class CudaExecutor(Executor):
         return found
 
 
+def _may_be_wide(shape: AttentionShape) -> bool:
+    """Whether KV tiles of 128 keys leave enough registers: other shapes would spill some."""
+    return (
+        shape.head_dim == 128 and shape.group in (2, 4, 8) and shape.window is None and shape.softcap is None
+    )
+
+
 def _slots(c: PlanClass, q_positions: np.ndarray) -> np.ndarray:
     """int32 [tiles, slots, 2]: table row and its view position."""
     positions = q_positions[np.maximum(c.tile_rows, 0)].astype(np.int32)
@@ -343,7 +350,7 @@ def variants() -> Iterable[driver.Variant]:
     ):
         shape = AttentionShape(group, 1, dim, 1.0, window, softcap)
         rotary = rotary_of(rotary_dim, pairing) if rotary_dim else None
-        geometries = [(64, 64, 64), (128, 64, 64 if window else 128)]
+        geometries = [(64, 64, 64), (128, 64, 128 if _may_be_wide(shape) else 64)]
         if (dim, group, dtype) == (128, 4, torch.bfloat16):
             geometries += [(64, 16, 64), (128, 64, 64), (128, 16, 64)]
         for rows, page, keys in geometries:
