@@ -120,7 +120,7 @@ class CudaExecutor(Executor):
     """Attention on sm_90a.
 
     Args:
-        keys: keys per KV tile, 64 or 128; None chooses by the batch: 128 for long sequences of shapes that leave the registers for it.
+        keys: keys per KV tile, 64 or 128; None chooses by the batch: 128 for long sequences, where registers suffice.
     """
 
     name: ClassVar[str] = "cuda"
