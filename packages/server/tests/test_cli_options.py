@@ -92,6 +92,11 @@ def test_variables_of_other_commands_and_tools_are_left_alone() -> None:
     assert run(DAGENGINE_CACHE="/tmp/x", DAGENGINE_HOST="h", DAGENGINE_KV_PAGES="3")[0] == 0
 
 
+@pytest.mark.parametrize("name", ["CACHE", "CPU_ISA", "NATIVE", "PYTHON", "REQUIRE_NVCC", "REQUIRE_TILELANG"])
+def test_variables_of_other_parts_are_theirs(name: str) -> None:
+    assert run(**{f"DAGENGINE_{name}": "x"})[0] == 0
+
+
 def test_a_value_of_the_environment_is_checked_like_any_other() -> None:
     status, output = run(DAGENGINE_PORT="x")
     assert status == 2 and "--port" in output

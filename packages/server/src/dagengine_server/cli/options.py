@@ -20,7 +20,14 @@ import typer
 from .console import CommandError
 
 PREFIX = "DAGENGINE_"
-FOREIGN = ("DAGENGINE_CACHE", "DAGENGINE_PYTHON")
+FOREIGN = (
+    "DAGENGINE_CACHE",
+    "DAGENGINE_CPU_ISA",
+    "DAGENGINE_NATIVE",
+    "DAGENGINE_PYTHON",
+    "DAGENGINE_REQUIRE_NVCC",
+    "DAGENGINE_REQUIRE_TILELANG",
+)
 SECRET = ("api_key",)
 SETTINGS = {"auto_envvar_prefix": PREFIX.rstrip("_")}
 ENGINE_FIELDS = (
