@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,18 @@ def mode() -> str:
     return asked
 
 
+@cache
 def find(program: str) -> str | None:
-    """A program of this Python's environment, or else of PATH."""
-    scripts = sysconfig.get_path("scripts")
-    return shutil.which(program, path=os.pathsep.join((scripts, os.environ.get("PATH", os.defpath))))
+    """A program of this Python's environment, or else of PATH, that runs.
+
+    In pip's isolated builds the environment's own scripts are there but not the packages that they import.
+    """
+    folders = (sysconfig.get_path("scripts"), *os.environ.get("PATH", os.defpath).split(os.pathsep))
+    for folder in folders:
+        found = shutil.which(program, path=folder)
+        if found and subprocess.run([found, "--version"], capture_output=True).returncode == 0:
+            return found
+    return None
 
 
 def compiler() -> str | None:
