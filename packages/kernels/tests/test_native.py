@@ -84,6 +84,17 @@ def test_a_compiler_that_fails_is_told_with_its_last_words(hook, monkeypatch, tm
         hook.run("sh", "-c", "echo out of memory; exit 3")
 
 
+def test_a_program_that_does_not_run_is_passed_over(hook, monkeypatch, tmp_path):
+    """As a script of an environment whose packages an isolated build does not see."""
+    for folder, status in (("first", 1), ("second", 0)):
+        program = tmp_path / folder / "dagengine-tool"
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\nexit {status}\n", encoding="utf-8")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'first'}{os.pathsep}{tmp_path / 'second'}")
+    assert hook.find("dagengine-tool") == str(tmp_path / "second" / "dagengine-tool")
+
+
 def test_an_unknown_mode_is_refused(hook, monkeypatch):
     monkeypatch.setenv("DAGENGINE_NATIVE", "maybe")
     with pytest.raises(SystemExit, match="auto, required, off"):
