@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dagengine_kernels import KernelError
-from dagengine_kernels.fused import planner_twin
+from dagengine_kernels.fused import planner_twin, shares_twin
 from dagengine_kernels.fused.native import why_missing
 from dagengine_kernels.fused.plan import INVISIBLE, PlanArrays, PlanClass, PlanParameters
 from dagengine_kernels.fused.planner import balance, implementation, plan_spans, plan_table
@@ -418,7 +418,7 @@ def test_shares_are_even_where_nothing_is_shared(lengths, workers, boxes):
     st.integers(0, 5),
 )
 def test_shares_cover_every_item_and_respect_the_smallest_piece(lengths, workers, min_chunk, work_cost):
-    works, firsts = planner_twin.cut(lengths, workers, min_chunk, work_cost)
+    works, firsts = shares_twin.cut(lengths, workers, min_chunk, work_cost)
     at = [0] * len(lengths)
     for item, begin, end in works:
         assert begin == at[item] and end - begin >= min(min_chunk, lengths[item])

@@ -63,7 +63,7 @@ bool share_out(const std::vector<Item>& items, const int64_t* turns, int64_t wor
     return true;
 }
 
-// As planner_twin.cut.
+// As shares_twin.cut.
 void cut(const std::vector<Item>& items, const int64_t* turns, int64_t workers, int64_t min_chunk,
          int64_t work_cost, Buffer<Piece>& pieces, Ints& indptr) {
     int64_t total = work_cost * static_cast<int64_t>(items.size());
@@ -95,7 +95,7 @@ void cut(const std::vector<Item>& items, const int64_t* turns, int64_t workers, 
     indptr.resize(workers + 1, static_cast<int32_t>(pieces.size()));
 }
 
-constexpr int64_t MANY = 8;  // as in planner_twin.py
+constexpr int64_t MANY = 8;  // as in shares_twin.py
 
 int64_t cost_of(const Piece& piece, const std::vector<Item>& items, const int64_t* turns,
                 int64_t work_cost) {
