@@ -21,7 +21,7 @@ WARPS = 8
 ENOUGH_WARPS = 132 * 64
 """Warps that keep the device busy to the end: with fewer tokens, several warps share a token's heads."""
 
-BATCH = 2
+BATCH = 1
 """Heads that a thread has under way."""
 
 FINE = 256

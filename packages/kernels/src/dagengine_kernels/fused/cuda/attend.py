@@ -92,7 +92,7 @@ class Geometry:
     def _bytes(self, stages: int) -> int:
         """As attend.cu lays it out: K and V tiles, headers and boxes, barriers, turned q."""
         tile = self.page * self.boxes * self.head_dim * 2
-        barriers = (2 * stages * tile + stages * (16 + 16 * self.boxes) + 15) // 16 * 16
+        barriers = (2 * stages * tile + stages * (32 + 16 * self.boxes) + 15) // 16 * 16
         query = self.rows * self.head_dim * 2
         return self.streams * ((barriers + 32 * stages + 1023) // 1024 * 1024 + query)
 
@@ -167,7 +167,7 @@ class CudaExecutor(Executor):
             boxes=keys // table.page_size,
             window=shape.window,
             min_chunk=256 // keys,
-            work_cost=128 // keys,
+            work_cost=256 // keys,
             run_cost=1,
         )
 
