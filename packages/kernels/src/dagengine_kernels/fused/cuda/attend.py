@@ -23,7 +23,7 @@ from dagengine_kernels.fused.executor import Executor, FusedPlan
 from dagengine_kernels.fused.plan import ENTRY_RUN, WORK_BEGIN, PlanArrays, PlanClass, PlanParameters
 from dagengine_kernels.lse import LOG2E
 from dagengine_kernels.rotary import RotaryTable
-from dagengine_kernels.segments import SegmentTable
+from dagengine_kernels.segments import PAGE, SegmentTable
 
 THREADS = 384
 SHARED_BYTES = 227 * 1024
@@ -120,7 +120,8 @@ class CudaExecutor(Executor):
     """Attention on sm_90a.
 
     Args:
-        keys: keys per KV tile, 64 or 128; None chooses by the batch: 128 for long sequences, where registers suffice.
+        keys: keys per KV tile, 64 or 128; None chooses by the batch: 128 for long sequences and for pages that fill tiles
+            of 128 rows with their readers, where registers suffice.
     """
 
     name: ClassVar[str] = "cuda"
@@ -157,7 +158,8 @@ class CudaExecutor(Executor):
             )
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         long = bool(len(table.q_indptr) > 1 and np.diff(table.q_indptr).max() * shape.group > NARROW)
-        keys = self._keys or (128 if long and _may_be_wide(shape) else 64)
+        wide = _may_be_wide(shape) and (long or _mostly_shared(table, shape.group))
+        keys = self._keys or (128 if wide else 64)
         heights = (WIDE,) if long or keys == 128 else (NARROW, WIDE)
         return PlanParameters(
             group=shape.group,
@@ -296,6 +298,15 @@ def _may_be_wide(shape: AttentionShape) -> bool:
     return (
         shape.head_dim == 128 and shape.group in (2, 4, 8) and shape.window is None and shape.softcap is None
     )
+
+
+def _mostly_shared(table: SegmentTable, group: int) -> bool:
+    """Whether a page has on average more query rows than a tile of the lower height takes."""
+    most = NARROW // group
+    if table.num_sequences <= most:
+        return False
+    readers = np.bincount(table.extents[:, PAGE])
+    return len(table.extents) > most * np.count_nonzero(readers)
 
 
 def _slots(c: PlanClass, q_positions: np.ndarray) -> np.ndarray:
