@@ -120,8 +120,8 @@ class CudaExecutor(Executor):
     """Attention on sm_90a.
 
     Args:
-        keys: keys per KV tile, 64 or 128; None chooses by the batch: 128 for long sequences and for pages that fill tiles
-            of 128 rows with their readers, where registers suffice.
+        keys: keys per KV tile, 64 or 128; None chooses by the batch: 128 for long sequences and for pages whose readers
+            fill tiles of 128 rows, where registers suffice.
     """
 
     name: ClassVar[str] = "cuda"
