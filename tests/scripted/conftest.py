@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture
+@pytest.fixture(params=["at once", "late"])
 def step_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the steps of every engine of this test follow each other; see `scripted_model.MODES`."""
     monkeypatch.setattr("scripted_model.default_mode", request.param)

@@ -224,6 +224,8 @@ class Scheduler:
             sequence.writer.rollback()  # type: ignore[union-attr]
             sequence.computed = 0
             self._let_go(sequence)
+            if self._in_flight and self.running and self._restoring is None:
+                return False
             self._settle()
             if self._restoring is not None:
                 self._end_restoring()
