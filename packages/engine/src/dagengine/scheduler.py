@@ -11,8 +11,9 @@ and `schedule` asks for that step to be collected first. So a preempted sequence
 flight, and its pages are free at once.
 
 Who gets how much of a step's tokens: sequences that decode, one each; then those that compute their input, in order.
-One that needs more than `LONG_STEPS` whole steps for that leaves a quarter of what it found to those behind it, if
-there are any: behind m such inputs a request gets at least 4^-m of what they find together, however long they are.
+One that has more than `LONG_STEPS` whole steps of that to do leaves a quarter of what it found to those behind it, if
+there are any, and takes what they leave. So behind m long inputs a request that may run gets 4^-m of what is not
+decoded, rounded down, however long they are; and it waits for each of them for no more than `LONG_STEPS` whole steps.
 """
 
 from __future__ import annotations
