@@ -57,7 +57,9 @@ def test_short_inputs_that_keep_coming_do_not_stop_a_long_one() -> None:
         run.step()
         steps += 1
     least = BUDGET - BUDGET // 4
-    assert steps <= -(-LONG // (least - 3)) + 2, "all but a quarter, and a token for each of the others that decode"
+    assert steps <= -(-LONG // (least - 3)) + 2, (
+        "all but a quarter, and a token for each of the others that decode"
+    )
     run.run()
     run.clean_up()
 
