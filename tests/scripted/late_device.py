@@ -60,12 +60,13 @@ class LateDevice:
         while not task.done:
             current = self._tasks.popleft()
             try:
-                if current.error is None or current.runs_anyway:
+                if current.error is None:
                     current.run()
             except Exception as error:
                 self.errors.append(str(error))
                 for behind in (current, *self._tasks):
-                    behind.error = behind.error or error
+                    if not behind.runs_anyway:
+                        behind.error = behind.error or error
             current.done = True
         if task.error is not None:
             raise task.error

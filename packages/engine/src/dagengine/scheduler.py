@@ -126,7 +126,7 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens
         preempted = self.num_preemptions
         for work in sorted(self.running, key=lambda w: (w.remaining > 1, w.order)):
-            if work not in self.running or not work.remaining or not budget:
+            if work.phase is not Phase.RUNNING or not work.remaining or not budget:
                 continue
             size = self._share(work, budget)
             if self._reserve(work, size):
@@ -195,7 +195,6 @@ class Scheduler:
             self._restore_for(sequence)
             return None
         sequence.lease = lease
-        sequence.context = context_extents(sequence.reads, lease)
         tokens = sequence.tokens
         if sequence.wants_logits:
             matched = sequence.writer.match(tokens[:-1], whole=False)  # type: ignore[union-attr]
@@ -206,6 +205,7 @@ class Scheduler:
             self._end_restoring()
         if not self._reserve_waiting(sequence):
             return None
+        sequence.context = context_extents(sequence.reads, lease)
         if sequence.matched is None:
             sequence.matched = min(matched, sequence.num_input)
         self.waiting.remove(sequence)
@@ -223,10 +223,10 @@ class Scheduler:
             sequence.writer.reserve(sequence.remaining)
         except OutOfPages:
             sequence.writer.rollback()  # type: ignore[union-attr]
-            sequence.computed = 0
+            sequence.restart()
             self._let_go(sequence)
             if self._in_flight and self.running and self._restoring is None:
-                return False
+                return False  # what the steps in flight hold comes back by itself
             self._settle()
             if self._restoring is not None:
                 self._end_restoring()
@@ -269,11 +269,10 @@ class Scheduler:
             self._end_restoring()
             return
         assert isinstance(work, Sequence)
-        assert not work.pending, "a token would be lost"
         self.num_preemptions += 1
         self.running.remove(work)
         work.writer.rollback()  # type: ignore[union-attr]
-        work.computed = 0
+        work.restart()
         work.phase = Phase.WAITING
         self._let_go(work)
         self.add(work)

@@ -103,7 +103,7 @@ class Sequence(Work):
     @property
     def complete(self) -> bool:
         """Whether nothing is left to sample, and everything is computed by steps that ended."""
-        return self.committed and not self.wants_logits
+        return not self.wants_logits and self.committed
 
     @property
     def prefilled(self) -> bool:
