@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import chain, count
 
 from dagengine_kvstore import KVStore, NotResident, OutOfPages, RestoreWriter
 
@@ -103,8 +103,10 @@ class Scheduler:
     def _choose(self) -> None:
         budget = self._config.max_num_batched_tokens
         preempted = self.num_preemptions
-        for work in sorted(self.running, key=lambda w: (w.remaining > 1, w.order)):
-            if work.phase is not Phase.RUNNING or not work.remaining or not budget:
+        left = [(work, work.remaining) for work in self.running]
+        decoding = [work for work, remaining in left if remaining == 1]
+        for work in chain(decoding, [work for work, remaining in left if remaining > 1]):
+            if work.phase is not Phase.RUNNING or not budget:
                 continue
             size = self._share(work, budget)
             if self._reserve(work, size):

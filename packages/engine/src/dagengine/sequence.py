@@ -73,9 +73,8 @@ class Sequence(Work):
         if tokenizer is not None:
             self.detokenizer = IncrementalDetokenizer(tokenizer.decode, params.stop)
 
-    @property
-    def num_input(self) -> int:
-        return len(self.request.input_ids)
+    def __post_init__(self) -> None:
+        self.num_input = len(self.request.input_ids)
 
     @property
     def sampled(self) -> list[int]:
@@ -86,7 +85,7 @@ class Sequence(Work):
         """Whether a token is sampled once everything so far is computed: not past the limit, which is known ahead."""
         if self.sampling is None or self.finish_reason is not None:
             return False
-        return self.num_sampled + self.pending < self.max_tokens
+        return len(self.tokens) - self.num_input + self.pending < self.max_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -96,9 +95,12 @@ class Sequence(Work):
     @property
     def remaining(self) -> int:
         """As of any work; the last token that may be sampled needs KV only in a node that is kept."""
-        if self.pending and not self.keep and not self.wants_logits:
+        pending = self.pending
+        if not pending or self.finish_reason is not None:
+            return len(self.tokens) - self.computed
+        if not self.keep and not self.wants_logits:
             return 0
-        return self.num_tokens - self.computed
+        return len(self.tokens) + pending - self.computed
 
     @property
     def complete(self) -> bool:

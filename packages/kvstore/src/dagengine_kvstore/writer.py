@@ -114,8 +114,11 @@ class PageWriter:
         if self._closed_tail and count:
             message = "the last page is another node's partial page and cannot be appended to"
             raise KVStoreError("partial_page_shared", message, field="count")
+        needed = self.pages_needed(count)
+        if not needed:
+            return
         after = self.pages[-1] if self.pages else None
-        pages = self._books.take_pages(self.node, self.pages_needed(count), after)
+        pages = self._books.take_pages(self.node, needed, after)
         for page in pages:
             self._books.pool.base[page] = self.node.own_start + len(self.pages) * self._books.page_size
             self.pages.append(page)
@@ -137,15 +140,14 @@ class PageWriter:
         if tokens and self._unknown:
             message = f"{self._unknown} tokens before these are unknown; fill them first"
             raise KVStoreError("not_filled", message, field="tokens")
-        count = len(tokens) + unknown
-        if self.num_tokens + count > self.capacity:
-            room = self.capacity - self.num_tokens
+        begin, count = self.num_tokens, len(tokens) + unknown
+        if begin + count > self.capacity:
+            room = self.capacity - begin
             raise KVStoreError("not_reserved", f"reserve {count} tokens first, {room} are", field="tokens")
-        size = self._books.page_size
-        span = range(self.num_tokens, self.num_tokens + count)
+        size, pages = self._books.page_size, self.pages
         self._tokens.extend(tokens)
         self._unknown += unknown
-        return [self.pages[offset // size] * size + offset % size for offset in span]
+        return [pages[offset // size] * size + offset % size for offset in range(begin, begin + count)]
 
     def fill(self, tokens: Sequence[int]) -> None:
         """Name the first of the tokens that were appended unknown.
