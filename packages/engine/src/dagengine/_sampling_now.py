@@ -14,7 +14,7 @@ from .sampling import SamplingParams
 
 __all__ = ["NonFiniteLogits", "PendingSample", "Sampled", "Sampler", "SamplingRow"]
 
-STRIDE = 0x9E3779B97F4A7C15
+STRIDE = 0xD1342543DE82EF95
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ class Sequence(Work):
     keep: bool = False
     sampling: SamplingParams | None = None
     seed: int | None = None
-    row_seed: int | None = None
     detokenizer: IncrementalDetokenizer | None = None
     eos: frozenset[int] = frozenset()
     after: Sequence | None = None
@@ -69,7 +68,6 @@ class Sequence(Work):
         self.eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         if params.temperature > 0:
             self.seed = params.seed if params.seed is not None else draw_seed()
-            self.row_seed = (self.seed + self.index * SEED_STRIDE) % 2**63
         if tokenizer is not None:
             self.detokenizer = IncrementalDetokenizer(tokenizer.decode, params.stop)
 
@@ -129,7 +127,7 @@ class Sequence(Work):
         )
         return SamplingRow(
             params=params,
-            seed=self.row_seed,
+            seed=None if self.seed is None else self.seed + self.index * SEED_STRIDE,
             key=self.id,
             step=step,
             seen=self.seen,
