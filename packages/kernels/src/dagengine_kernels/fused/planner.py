@@ -225,9 +225,11 @@ def check_reserve(
 
 def _check_fresh(table: SegmentTable, reserve: Sequence[Sequence[int]]) -> None:
     """Raises KernelError (invalid_argument) for a reserved page that holds tokens of the table."""
-    listed = set(table.extents[:, PAGE].tolist())
-    for sequence, pages in enumerate(reserve):
-        for page in pages:
-            if page in listed:
+    listed = np.zeros(table.num_pages, np.bool_)
+    pages = table.extents[:, PAGE]
+    listed[pages[(pages >= 0) & (pages < table.num_pages)]] = True
+    for sequence, named in enumerate(reserve):
+        for page in named:
+            if listed[page]:
                 message = f"page {page} holds tokens that the table lists"
                 raise KernelError(INVALID_ARGUMENT, message, f"reserve[{sequence}]")

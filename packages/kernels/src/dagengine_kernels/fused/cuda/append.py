@@ -64,7 +64,8 @@ class Appender:
     """One step's tokens, for every layer of a group.
 
     Args:
-        slots, positions: int64 [T], contiguous, on the device; read anew by every launch.
+        slots, positions: int64 [T], contiguous, on the device; read anew by every launch. K and V of a row with a
+            negative slot go nowhere.
         rotary: None stores k as it is.
     """
 

@@ -10,7 +10,7 @@ struct Params {
     const void* k;             // [T, Hkv, D]
     const void* v;             // [T, Hkv, D]
     void* pages;               // [pages, 2, Hkv, page_size, D]
-    const i64* slots;          // [T], below 2^32
+    const i64* slots;          // [T], below 2^32; negative: K and V of the row go nowhere
     const i64* positions;      // [T], below 2^31; not read without rotation
     const float* table;        // [FINE + length / FINE rounded up, ROTARY_DIM / 2, 2]: 0, 1, .. and 0, FINE, ..
     const float* k_weight;     // [D]
@@ -123,7 +123,9 @@ __device__ void append_kv(const Params& p, int token, bool active, int share, in
         k[n].load(p.k, token * p.k_token + head * p.k_head, lane, active && head < p.kv_heads);
         v[n].load(p.v, token * p.v_token + head * p.v_head, lane, active && head < p.kv_heads);
     }
-    const u32 slot = active ? static_cast<u32>(p.slots[token]) : 0;
+    const i64 place = active ? p.slots[token] : -1;
+    const bool written = place >= 0;
+    const u32 slot = written ? static_cast<u32>(place) : 0;
     Angles angles[ROUNDS];
     if constexpr (ROTARY_DIM > 0) {
         // Two short tables stay in the caches where one row per position would be read from memory.
@@ -149,7 +151,7 @@ __device__ void append_kv(const Params& p, int token, bool active, int share, in
 #pragma unroll
         for (int n = 0; n < BATCH; ++n) {
             const int head = h + n;
-            const bool here = active && head < p.kv_heads;
+            const bool here = written && head < p.kv_heads;
             if constexpr (NORM_K || ROTARY_DIM > 0) {
                 float x[ROUNDS][2][VEC];
                 k[n].unpack(x);
