@@ -29,6 +29,8 @@ class EngineConfig:
         position_policy: for requests that name none.
         seed: of dummy weights and of the seeds drawn for requests that name none; None draws from the system.
         load_format: `auto` reads the folder's weights, `dummy` makes seeded random ones of its shape.
+        overlap: launch a step before the results of the one before it are read, so that the host works while the device
+            does; None: on a GPU.
         threads: of torch on the CPU; None leaves torch's choice.
         max_waiting: requests that may wait before `queue_full`; None is unbounded.
         max_failed_steps: failed steps in a row after which the engine declares itself dead.
@@ -45,6 +47,7 @@ class EngineConfig:
     position_policy: str = "linear"
     seed: int | None = None
     load_format: str = "auto"
+    overlap: bool | None = None
     threads: int | None = None
     max_waiting: int | None = None
     max_failed_steps: int = 3
@@ -57,6 +60,10 @@ class EngineConfig:
         for name in ("max_model_len", "kv_pages", "threads", "max_waiting"):
             if getattr(self, name) is not None:
                 _count(name, getattr(self, name))
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise DagError(
+                "invalid_request", f"overlap is true, false or None, not {shown(self.overlap)}", "overlap"
+            )
         gib = self.kv_memory_gib
         if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < 1e6:
             raise DagError(

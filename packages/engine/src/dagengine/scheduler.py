@@ -5,6 +5,14 @@ from work that comes after it, so the first in order always progresses.
 
     waiting ──lease, match, reserve──► running ──preempted──► waiting
        └── evicted context: restored one node at a time, for the first in the queue only; what it reads stays leased
+
+A step may be in flight while the next one is chosen. Then nobody loses pages: whoever would have to is left alone,
+and `schedule` asks for that step to be collected first. So a preempted sequence has no token pending and no row in
+flight, and its pages are free at once.
+
+Who gets how much of a step's tokens: sequences that decode, one each; then those that compute their input, in order.
+One that needs more than `LONG_STEPS` whole steps for that leaves a quarter of what it found to those behind it, if
+there are any: behind m such inputs a request gets at least 4^-m of what they find together, however long they are.
 """
 
 from __future__ import annotations
@@ -27,6 +35,11 @@ from .sequence import Sequence
 from .work import Phase, Restore, Work
 
 MOST_RESTORES = 2
+LONG_STEPS = 4
+
+
+class _Unsettled(Exception):
+    """Somebody has to lose pages, and a step is in flight."""
 
 
 @dataclass
@@ -73,6 +86,7 @@ class Scheduler:
         self.num_restores = 0
         self._restoring: _Restoring | None = None
         self._chunks: dict[int, tuple[Work, int]] = {}
+        self._in_flight = False
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda s: s.order)
@@ -89,15 +103,31 @@ class Scheduler:
         self._let_go(sequence)
         sequence.phase = Phase.DONE
 
-    def schedule(self) -> list[Chunk]:
-        """Choose and reserve the next step's work. Returns chunks with their slots; none if nothing can run."""
-        self._chunks = {}
+    def schedule(self, *, in_flight: bool = False) -> list[Chunk] | None:
+        """Choose and reserve the next step's work.
+
+        Args:
+            in_flight: whether a launched step was not collected yet.
+
+        Returns: chunks with their slots, none if nothing can run; None if that needs pages which are only to be had
+        once the step in flight is collected.
+        """
+        self._in_flight, self._chunks = in_flight, {}
+        try:
+            self._choose()
+        except _Unsettled:
+            self._chunks = {}
+            return None
+        chosen, self._chunks = self._chunks, {}
+        return [_chunk(work, size) for work, size in chosen.values()]
+
+    def _choose(self) -> None:
         budget = self._config.max_num_batched_tokens
         preempted = self.num_preemptions
         for work in sorted(self.running, key=lambda w: (w.remaining > 1, w.order)):
             if work not in self.running or not work.remaining or not budget:
                 continue
-            size = min(work.remaining, budget)
+            size = self._share(work, budget)
             if self._reserve(work, size):
                 self._chunks[work.id] = (work, size)
                 budget -= size
@@ -106,11 +136,28 @@ class Scheduler:
             if admitted is None:
                 break
             budget -= admitted
-        chosen, self._chunks = self._chunks, {}
-        return [
-            Chunk(work, size, tuple(work.writer.append(work.tokens[work.computed : work.computed + size])))
-            for work, size in chosen.values()
-        ]
+        self._spend(budget)
+
+    def _share(self, work: Work, budget: int) -> int:
+        """How many of the `budget` tokens that are left this work gets, while others may follow."""
+        remaining = work.remaining
+        if remaining <= LONG_STEPS * self._config.max_num_batched_tokens:
+            return min(remaining, budget)
+        followed = self.waiting or any(w.order > work.order and w.remaining > 1 for w in self.running)
+        return budget - budget // 4 if followed else budget
+
+    def _spend(self, budget: int) -> None:
+        """Give what those behind a long input could not use back to it."""
+        for work, size in list(self._chunks.values()):
+            more = min(budget, work.remaining - size)
+            if not more:
+                continue
+            try:
+                work.writer.reserve(size + more)
+            except OutOfPages:
+                continue
+            self._chunks[work.id] = (work, size + more)
+            budget -= more
 
     def finish_restore(self, work: Restore) -> None:
         """A restore computed its last token: its node is resident again, and stays so for its owner."""
@@ -165,7 +212,7 @@ class Scheduler:
         insort(self.running, sequence, key=lambda w: w.order)
         if sequence.prepared is None:
             sequence.prepared = time.perf_counter()
-        size = min(sequence.remaining, budget)
+        size = self._share(sequence, budget)
         if size:
             self._chunks[sequence.id] = (sequence, size)
         return size
@@ -177,6 +224,7 @@ class Scheduler:
             sequence.writer.rollback()  # type: ignore[union-attr]
             sequence.computed = 0
             self._let_go(sequence)
+            self._settle()
             if self._restoring is not None:
                 self._end_restoring()
             elif not self.running:
@@ -190,6 +238,7 @@ class Scheduler:
             try:
                 work.writer.reserve(size)
             except OutOfPages:
+                self._settle()
                 victims = [w for w in self.running if w.order > work.order or w is work]
                 victim = victims[-1] if victims else work
                 if victim is work and len(self.running) == 1 and self._restoring is None:
@@ -205,6 +254,11 @@ class Scheduler:
             else:
                 return True
 
+    def _settle(self) -> None:
+        """From here on pages change hands, which has to wait for a step in flight. Raises _Unsettled."""
+        if self._in_flight:
+            raise _Unsettled
+
     def _preempt(self, work: Work) -> None:
         """Take the pages of running work; what it sampled stays, its KV is computed again."""
         self._chunks.pop(work.id, None)
@@ -212,6 +266,7 @@ class Scheduler:
             self._end_restoring()
             return
         assert isinstance(work, Sequence)
+        assert not work.pending, "a token would be lost"
         self.num_preemptions += 1
         self.running.remove(work)
         work.writer.rollback()  # type: ignore[union-attr]
@@ -277,6 +332,9 @@ class Scheduler:
             try:
                 writer.reserve(job.remaining)
             except OutOfPages:
+                if self._in_flight:
+                    lease.release()
+                self._settle()
                 later = [w for w in self.running if w.order > job.order]
                 if later:
                     self._preempt(later[-1])
@@ -342,6 +400,20 @@ class Scheduler:
             work.lease.release()
             work.lease = None
         self._forget(work)
+
+
+def _chunk(work: Work, size: int) -> Chunk:
+    """The next `size` tokens with their slots; the last one may be pending."""
+    known = work.tokens[work.computed : work.computed + size]
+    unknown = size - len(known)
+    assert unknown <= 1, "at most the token that the step in flight samples is unknown"
+    return Chunk(
+        work,
+        size,
+        tuple(work.writer.append(known, unknown) if unknown else work.writer.append(known)),
+        samples=work.wants_logits and work.computed + size == work.num_tokens,
+        pending=work.pending_row if unknown else None,
+    )
 
 
 def _key(read: Read) -> tuple[int, int, int]:

@@ -29,9 +29,15 @@ class Phase(Enum):
 class Work:
     """A chain of own tokens over leased context: a sequence of a request, or an evicted node being recomputed.
 
+        tokens   0 ········ committed ········ computed ········ len(tokens) ·· num_tokens
+                 │ its steps ended    │ a step in flight │ to be computed │ pending
+
     Attributes:
-        id: unique for ever; attention backends key their caches on it.
-        tokens: own tokens known so far; `computed` of them have KV.
+        id: unique for ever; attention backends and the sampler key what they keep on it.
+        tokens: own tokens known so far.
+        computed: own tokens whose KV was written, or is written by a step in flight.
+        pending: tokens behind these that a step in flight samples; the host does not know them yet.
+        pending_row: the row of the last launch that samples the pending token.
         own_start: view position of the first own token.
         context: extents of what is read, [n, 5] int32 (page, lo, hi, stored, delta).
     """
@@ -43,22 +49,36 @@ class Work:
     tokens: list[int]
     writer: Writer | RestoreWriter
     computed: int = 0
+    pending: int = 0
+    pending_row: int | None = None
     phase: Phase = Phase.WAITING
     lease: Lease | None = None
     context: Extents = field(default_factory=lambda: np.empty((0, 5), np.int32))
 
     @property
+    def num_tokens(self) -> int:
+        """Own tokens so far, pending ones included."""
+        return len(self.tokens) + self.pending
+
+    @property
     def remaining(self) -> int:
-        """Known own tokens whose KV is still to be computed."""
-        return len(self.tokens) - self.computed
+        """Own tokens, pending ones included, whose KV is still to be computed."""
+        return self.num_tokens - self.computed
+
+    @property
+    def committed(self) -> bool:
+        """Whether the KV of every own token was computed by a step that ended."""
+        return not self.pending and self.writer.num_committed == len(self.tokens)
 
     @property
     def wants_logits(self) -> bool:
-        """Whether a token is sampled once everything known is computed."""
+        """Whether a token is sampled once everything so far is computed."""
         return False
 
     def extents(self, count: int) -> Extents:
         """Everything that the next `count` own tokens may see, themselves included, [n, 5] int32.
+
+        To be asked before the step that computes them is launched, and after their slots were given.
 
         The store's pages may have been computed at another base than this chain's positions; DELTA is the view
         position minus the page's own.

@@ -180,6 +180,10 @@ class PagePool:
             self._content[page] = content
             self._page_of[content] = page
 
+    def has_content(self, page: int) -> bool:
+        """Whether a page is registered under what it holds, so that others may share it."""
+        return self._content[page] is not None
+
     def find(self, content: Hashable) -> int | None:
         return self._page_of.get(content)
 
