@@ -383,6 +383,9 @@ def test_a_steady_step_waits_for_nothing():
     gpu.decode(works, 3)
     runner, backend = gpu.runners[0], gpu.backends[0]
     ids = gpu.ids.cuda()
+    chunks = gpu.stepper.chunks(works)
+    runner.launch(chunks, backend, None)
+    gpu.stepper.done(chunks)
     late = gpu.stepper.work(50)
     warm = gpu.stepper.chunks([gpu.stepper.work(50)], [50])
     runner.launch(warm, backend, ids)

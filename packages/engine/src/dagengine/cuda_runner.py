@@ -23,7 +23,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dagengine_kernels import AttentionBackend, KernelError, Plan, SegmentTable, plan_append
+from dagengine_kernels import (
+    AppendPlan,
+    AttentionBackend,
+    KernelError,
+    Plan,
+    SegmentTable,
+    plan_append,
+)
 from dagengine_kernels.errors import UNSUPPORTED
 from dagengine_kernels.staging import Staging
 from dagengine_kvstore.torch_arena import TorchArena
@@ -365,6 +372,24 @@ class CudaRunner(Runner):
             return out
 
         return self.model.forward(input_ids, attend)
+
+    def _append(
+        self,
+        write: AppendPlan,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: Tensor,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+    ) -> Tensor:
+        """As `Runner._append`. A q without norm is made contiguous, as attention wants it, by the same launch."""
+        if q_norm is None and k_norm is None and write.implementation == "cuda" and not q.is_contiguous():
+            contiguous = write.write(k, v, kv, q=q)
+            assert contiguous is not None
+            return contiguous
+        return super()._append(write, layer, q, k, v, kv, q_norm, k_norm)
 
     def _upload(self, values: Sequence[int] | NDArray[Any]) -> Tensor:
         listed = np.asarray(values, np.int64)

@@ -77,7 +77,7 @@ class AppendPlan:
         q: Tensor | None = None,
         q_norm: HeadNorm | None = None,
     ) -> Tensor | None:
-        """Norm and rotate k and write k and v into the pages, in place; norm q on the way.
+        """Norm and rotate k and write k and v into the pages, in place; norm q on the way, or make it contiguous.
 
         The kernel takes float32, bfloat16 and float16 in one dtype with the pages and heads of up to 512 contiguous
         elements (interleaved pairs of even alignment); torch writes anything else. Rows whose slot is negative are not
@@ -87,8 +87,8 @@ class AppendPlan:
             k, v: [T, Hkv, D].
             kv_layer: [pages, 2, Hkv, page_size, D].
             k_norm: applied to k before its rotation.
-            q, q_norm: [T, Hq, D] and its norm, together or not at all. q is not rotated.
-        Returns: the normed q in its dtype, None without one.
+            q: [T, Hq, D], for attention, which wants it contiguous; q_norm: applied to it. It is not rotated.
+        Returns: q in its dtype, normed if it has a norm, contiguous; None without one.
         Raises: KernelError (invalid_argument).
         """
         self._check(k, v, kv_layer, q, k_norm, q_norm)
@@ -109,13 +109,13 @@ class AppendPlan:
         if self.implementation == "cpu" and self._cpu_appender.takes(k, v, kv_layer):
             weight, eps = (None, 0.0) if k_norm is None else (k_norm.weight, k_norm.eps)
             self._cpu_appender.write(k, v, kv_layer, k_weight=weight, k_eps=eps)
-            return None if q is None or q_norm is None else q_norm(q).to(q.dtype)
+            return _for_attention(q, q_norm)
         if k_norm is not None:
             k = k_norm(k)
         if self.rotary is not None and self._turning is not None:
             k = turn(k, *self._turning, self.rotary.rotary_dim, self.rotary.pairing)
         self._put(k.to(kv_layer.dtype), v.to(kv_layer.dtype), kv_layer.permute(0, 3, 1, 2, 4))
-        return None if q is None or q_norm is None else q_norm(q).to(q.dtype)
+        return _for_attention(q, q_norm)
 
     def _check(
         self,
@@ -136,8 +136,8 @@ class AppendPlan:
             raise KernelError(INVALID_ARGUMENT, message, "kv_layer")
         if self.rotary is not None:
             check_head_dim(self.rotary, k.shape[-1])
-        if (q is None) != (q_norm is None):
-            raise KernelError(INVALID_ARGUMENT, "q and q_norm come together or not at all", "q")
+        if q is None and q_norm is not None:
+            raise KernelError(INVALID_ARGUMENT, "q_norm comes with the q that it is for", "q")
         if q is not None and (q.ndim != 3 or len(q) != tokens or q.shape[2] != k.shape[2]):
             message = f"must be [{tokens}, Hq, {k.shape[2]}], is {[*q.shape]}"
             raise KernelError(INVALID_ARGUMENT, message, "q")
@@ -191,6 +191,12 @@ class AppendPlan:
         if self.rotary is None:
             return None
         return expand_rows(*self.rotary.rows(self.positions), self.rotary.pairing)
+
+
+def _for_attention(q: Tensor | None, norm: HeadNorm | None) -> Tensor | None:
+    if q is None:
+        return None
+    return q.contiguous() if norm is None else norm(q).to(q.dtype)
 
 
 def plan_append(positions: Tensor, slots: Tensor, rotary: RotaryTable | None, page_size: int) -> AppendPlan:

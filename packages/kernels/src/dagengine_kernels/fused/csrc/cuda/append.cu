@@ -1,9 +1,9 @@
 // K and V of new tokens into pages: optional RMS norm of k, rotation at the stored position, one rounding.
 //
 // LANES threads take a token and some of its heads, one after another; a warp takes the same heads of several tokens, so
-// that it writes neighbouring rows of a page. The rows of blocks after those of the kv heads norm q. Configured by
-// rotary.cuh, NORM_K, NORM_Q (0 or 1), BATCH (heads under way), STREAMING (stores pass by L2) and FINE (rows of the fine
-// table).
+// that it writes neighbouring rows of a page. The rows of blocks after those of the kv heads norm q, or only make it
+// contiguous. Configured by rotary.cuh, NORM_K, WITH_Q, NORM_Q (0 or 1), BATCH (heads under way), STREAMING (stores pass
+// by L2) and FINE (rows of the fine table).
 #include "rotary.cuh"
 
 struct Params {
@@ -175,9 +175,9 @@ __device__ void append_kv(const Params& p, int token, bool active, int share, in
     }
 }
 
-__device__ void norm_q(const Params& p, int token, bool active, int share, int lane) {
+__device__ void pass_q(const Params& p, int token, bool active, int share, int lane) {
     Norm norm;
-    norm.load(p.q_weight, lane);
+    if constexpr (NORM_Q) norm.load(p.q_weight, lane);
     for (int h = share * BATCH; h < p.q_heads; h += p.q_rows * BATCH) {
         Head q[BATCH];
 #pragma unroll
@@ -185,10 +185,12 @@ __device__ void norm_q(const Params& p, int token, bool active, int share, int l
             q[n].load(p.q, token * p.q_token + (h + n) * p.q_head, lane, active && h + n < p.q_heads);
 #pragma unroll
         for (int n = 0; n < BATCH; ++n) {
-            float x[ROUNDS][2][VEC];
-            q[n].unpack(x);
-            norm.apply(x, p.q_eps);
-            q[n].pack(x);
+            if constexpr (NORM_Q) {
+                float x[ROUNDS][2][VEC];
+                q[n].unpack(x);
+                norm.apply(x, p.q_eps);
+                q[n].pack(x);
+            }
             q[n].store(p.q_out, (static_cast<i64>(token) * p.q_heads + h + n) * HEAD_DIM, lane, active && h + n < p.q_heads);
         }
     }
@@ -202,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) append(const __grid_con
     const bool active = token < p.tokens;
     if (blockIdx.y < p.kv_rows) {
         append_kv(p, token, active, blockIdx.y, lane);
-    } else if constexpr (NORM_Q) {
-        norm_q(p, token, active, blockIdx.y - p.kv_rows, lane);
+    } else if constexpr (WITH_Q) {
+        pass_q(p, token, active, blockIdx.y - p.kv_rows, lane);
     }
 }
