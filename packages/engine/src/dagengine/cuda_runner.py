@@ -160,7 +160,8 @@ class CudaRunner(Runner):
 
     Steps of one token for each work are padded to a capacity (`graphs.capacities`) and replayed as CUDA graphs where
     the attention backend has slots for its plans; where it has none, the log says why, and steps are launched eagerly.
-    A graph depends on its capacity and on the graph keys of the groups' plans; `graphs.MOST_GRAPHS` are kept.
+    A graph depends on its capacity and on the graph keys of the groups' plans; `graphs.MOST_GRAPHS` are kept. It takes
+    all rows of its capacity through the head; elsewhere only rows that sample go there.
 
     Everything is queued on the current stream, which must be the same at every launch.
 

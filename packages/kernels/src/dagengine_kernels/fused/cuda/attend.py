@@ -35,7 +35,7 @@ SHARED_BYTES = 227 * 1024
 NARROW, WIDE = 64, 128
 
 MERGE_ROWS = 1024
-"""Up to this many, the grid of a slot's merge is for all rows of the batch: it then depends on their number alone."""
+"""Up to this many, the grid of a slot's merge is for all rows of the batch: it depends on their number alone."""
 
 TAILS = 64
 """What a slot's lists of tails are padded to at least."""
@@ -384,9 +384,10 @@ def _padded(plan: FusedPlan) -> tuple[int, int]:
     """Lengths of the lists of merged rows and of tails in a slot: few different ones, since grids depend on them."""
     arrays, table = plan.arrays, plan.table
     merged, tails = len(arrays.merge_rows), len(arrays.tails)
-    if merged:
-        all_rows = _bucket(table.num_rows * plan.shape.num_kv_heads)
-        merged = max(_bucket(merged), min(all_rows, MERGE_ROWS))
+    if merged > MERGE_ROWS:
+        merged = -(-merged // MERGE_ROWS) * MERGE_ROWS
+    elif merged:
+        merged = min(_bucket(table.num_rows * plan.shape.num_kv_heads), MERGE_ROWS)
     return merged, max(_bucket(tails), TAILS)
 
 
