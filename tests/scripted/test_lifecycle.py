@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from scripted_model import ScriptedBackend, ScriptedModel, scripted_core
+from scripted_model import MODES, ScriptedBackend, ScriptedModel, scripted_core
 from simulator import Settings, World
 from torch import Tensor
 
@@ -16,6 +16,8 @@ from dagengine.async_engine import EngineThread
 from dagengine.request import Event, FinishedEvent, Request
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
+EVERY_MODE = pytest.mark.parametrize("step_mode", MODES, indirect=True)
+pytestmark = pytest.mark.usefixtures("step_mode")
 
 
 def world(pages: int = 32, *, page_size: int = 4, batch: int = 64, seqs: int = 8) -> World:
@@ -133,6 +135,7 @@ def test_an_answer_of_several_may_expire_before_the_request_fails() -> None:
     run.now += 2.0
     run.step()
     assert run.abort("many") and error_code(run, "many") == "cancelled"
+    run.run()
     run.clean_up()
 
 
@@ -189,8 +192,9 @@ def test_a_failing_child_leaves_its_parent_identical(monkeypatch: pytest.MonkeyP
     run.clean_up()
 
 
-def test_an_exception_ends_only_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of another backend, and those that wait, go on."""
+@EVERY_MODE
+def test_an_exception_ends_only_its_batch(monkeypatch: pytest.MonkeyPatch, step_mode: str) -> None:
+    """Requests of another backend, and those that wait, go on; on a device what was enqueued behind it fails too."""
     run = world()
     run.expected_errors = frozenset({"internal"})
     run.submit(question("broken", keep=Keep()))
@@ -211,7 +215,7 @@ def test_an_exception_ends_only_its_batch(monkeypatch: pytest.MonkeyPatch) -> No
     codes = {name: error_code(run, name) for name in run.ends}
     assert codes == {
         "broken": "internal",
-        "twin": None,
+        "twin": "internal" if step_mode == "late" else None,
         "parent": "internal",
         "child": "parent_failed",
         "later": None,
@@ -220,6 +224,7 @@ def test_an_exception_ends_only_its_batch(monkeypatch: pytest.MonkeyPatch) -> No
     run.clean_up()
 
 
+@EVERY_MODE
 def test_an_exception_while_restoring_ends_the_owner_only(monkeypatch: pytest.MonkeyPatch) -> None:
     run = world()
     run.expected_errors = frozenset({"internal"})
@@ -244,6 +249,7 @@ def test_an_exception_while_restoring_ends_the_owner_only(monkeypatch: pytest.Mo
     run.clean_up()
 
 
+@EVERY_MODE
 def test_logits_that_are_no_numbers_end_one_request() -> None:
     class Broken(ScriptedModel):
         def __init__(self) -> None:
@@ -486,6 +492,7 @@ class Listener:
             assert self.changed.wait_for(lambda: len(self.ends) >= count, timeout=20)
 
 
+@EVERY_MODE
 def test_failed_steps_in_a_row_kill_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     core = scripted_core(max_failed_steps=3, max_num_seqs=1)
     monkeypatch.setattr(ScriptedBackend, "run", lambda *args, **kwargs: 1 / 0)
@@ -505,6 +512,7 @@ def test_failed_steps_in_a_row_kill_the_engine(monkeypatch: pytest.MonkeyPatch) 
         engine.close()
 
 
+@EVERY_MODE
 def test_one_failed_step_does_not_kill_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     core = scripted_core(max_failed_steps=2)
     listener, engine = Listener(), EngineThread(core)
@@ -525,6 +533,7 @@ def test_one_failed_step_does_not_kill_the_engine(monkeypatch: pytest.MonkeyPatc
         engine.close()
 
 
+@EVERY_MODE
 def test_closing_tells_every_request() -> None:
     listener, engine = Listener(), EngineThread(scripted_core())
     long = SamplingParams(max_tokens=100, temperature=0.0)

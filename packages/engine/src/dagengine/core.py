@@ -315,7 +315,7 @@ class EngineCore:
         self._progressed = bool(chunks or in_flight)
         if chunks:
             self._launch(chunks)
-        while self._pipeline.num_in_flight > (1 if chunks and self.overlap else 0):
+        if self._pipeline.num_in_flight > (1 if chunks and self.overlap else 0):
             self._collect()
         self._seal_complete()
         if len(self.preparer.graph) > 2 * len(self._requests) + 1024 and self._stats.steps % 256 == 0:
@@ -324,12 +324,19 @@ class EngineCore:
 
     def _launch(self, chunks: list[Chunk]) -> None:
         self._stats.step(len(chunks), sum(chunk.count for chunk in chunks))
-        for launch in self._pipeline.launch(chunks).launches:
+        flight = self._pipeline.launch(chunks)
+        self._stats.failed_steps += flight.failed
+        for launch in flight.launches:
             if launch.error is not None:
                 self._fail_chunks(launch.chunks, launch.error)
 
     def _collect(self) -> None:
-        """Take the results of the oldest step in flight over into its requests."""
+        """Take the results of the oldest step in flight over into its requests.
+
+        If it failed, the one behind it may have read what it did not write: that one is collected too, before anything
+        else is launched.
+        """
+        failures = self._stats.failed_steps
         flight, failed = self._pipeline.collect()
         for launch in failed:
             assert launch.error is not None
@@ -339,7 +346,12 @@ class EngineCore:
             self._commit(launch.chunks)
         for launch in done:
             self._take_results(launch)
-        self._stats.failed_steps = self._stats.failed_steps + 1 if flight.failed else 0
+        if failed:
+            while self._pipeline.num_in_flight:
+                self._collect()
+            self._stats.failed_steps = failures + 1
+        elif not flight.failed:
+            self._stats.failed_steps = 0
 
     def _commit(self, chunks: list[Chunk]) -> None:
         """KV of a step is there: of work that still runs, not of what ended while the step was in flight."""

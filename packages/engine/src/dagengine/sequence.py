@@ -89,6 +89,11 @@ class Sequence(Work):
         return self.num_sampled + self.pending < self.max_tokens
 
     @property
+    def num_tokens(self) -> int:
+        """Own tokens so far, pending ones included; what is sampled behind the end does not count."""
+        return len(self.tokens) + (self.pending if self.finish_reason is None else 0)
+
+    @property
     def remaining(self) -> int:
         """As of any work; the last token that may be sampled needs KV only in a node that is kept."""
         if self.pending and not self.keep and not self.wants_logits:
@@ -98,7 +103,7 @@ class Sequence(Work):
     @property
     def complete(self) -> bool:
         """Whether nothing is left to sample, and everything is computed by steps that ended."""
-        return self.committed and not self.wants_logits
+        return not self.wants_logits and self.committed
 
     @property
     def prefilled(self) -> bool:

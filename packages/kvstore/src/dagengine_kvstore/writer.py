@@ -41,6 +41,10 @@ class PageWriter:
         self._open = True
 
     @property
+    def page_size(self) -> int:
+        return self._books.page_size
+
+    @property
     def num_tokens(self) -> int:
         """Tokens appended, known or not."""
         return len(self._tokens) + self._unknown
