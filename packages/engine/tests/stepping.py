@@ -139,40 +139,53 @@ class TwinPlan:
         self.inner, self.graph_key = inner, key
 
 
-class TwinBackend(ReferenceBackend):
-    """The reference with slots: what runs is what was loaded last, and it advances."""
+def with_slots(base):
+    """A backend of the CPU as one whose plans take turns in slots."""
 
-    def __init__(self):
-        super().__init__()
-        self.num_plans = 0
-        self.advanced = 0
+    class Twin(base):
+        """With slots: what runs is what was loaded last, and it advances."""
 
-    def new_slot(self, device):
-        return TwinSlot()
+        def __init__(self):
+            super().__init__()
+            self.num_plans = 0
+            self.advanced = 0
 
-    def plan(self, table, shape, rotary, *, device, dtype, reserve=None, slot=None):
-        self.num_plans += 1
-        arguments = (shape, rotary, device, dtype)
-        inner = super().plan(table, shape, rotary, device=device, dtype=dtype)
-        if slot is None:
-            return inner
-        slot.plan = (inner, table, None if reserve is None else [list(pages) for pages in reserve], arguments)
-        return TwinPlan(slot, (id(slot), slot.generation, shape))
+        def new_slot(self, device):
+            return TwinSlot()
 
-    def run(self, plan, layer, q, kv_layer, **options):
-        if not isinstance(plan, TwinPlan):
-            return super().run(plan, layer, q, kv_layer, **options)
-        inner, table, *_ = plan.inner.plan
-        out = torch.full_like(q, 7.0)
-        out[: table.num_rows] = super().run(inner, layer, q[: table.num_rows], kv_layer, **options)
-        return out
+        def plan(self, table, shape, rotary, *, device, dtype, reserve=None, slot=None):
+            self.num_plans += 1
+            arguments = (shape, rotary, device, dtype)
+            inner = super().plan(table, shape, rotary, device=device, dtype=dtype)
+            if slot is None:
+                return inner
+            slot.plan = (
+                inner,
+                table,
+                None if reserve is None else [list(pages) for pages in reserve],
+                arguments,
+            )
+            return TwinPlan(slot, (id(slot), slot.generation, shape))
 
-    def advance(self, plan):
-        self.advanced += 1
-        _, table, reserve, (shape, rotary, device, dtype) = plan.inner.plan
-        grown = grow(table, reserve)
-        inner = super().plan(grown, shape, rotary, device=device, dtype=dtype)
-        plan.inner.plan = (inner, grown, reserve, (shape, rotary, device, dtype))
+        def run(self, plan, layer, q, kv_layer, **options):
+            if not isinstance(plan, TwinPlan):
+                return super().run(plan, layer, q, kv_layer, **options)
+            inner, table, *_ = plan.inner.plan
+            out = torch.full_like(q, 7.0)
+            out[: table.num_rows] = super().run(inner, layer, q[: table.num_rows], kv_layer, **options)
+            return out
+
+        def advance(self, plan):
+            self.advanced += 1
+            _, table, reserve, (shape, rotary, device, dtype) = plan.inner.plan
+            grown = grow(table, reserve)
+            inner = super().plan(grown, shape, rotary, device=device, dtype=dtype)
+            plan.inner.plan = (inner, grown, reserve, (shape, rotary, device, dtype))
+
+    return Twin
+
+
+TwinBackend = with_slots(ReferenceBackend)
 
 
 def grow(table, reserve):
