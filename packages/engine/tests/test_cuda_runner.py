@@ -138,6 +138,9 @@ def test_chunked_prefill_with_decode_leaves_the_decode_plan_alone():
     assert pair.twin.num_plans == planned + 1, "only b was planned"
     sampled = pair.step([a, c := pair.stepper.work(20)], [1, 20])
     pair.stepper.give(sampled, pair.ids.tolist())
+    planned = pair.twin.num_plans
+    pair.decode([a], 2)
+    assert pair.twin.num_plans == planned + 1, "it went on without its plan"
     pair.decode([a, c], 2)
 
 
