@@ -263,8 +263,8 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVID
 
 MODELS = {
     "heads of 64": {"head_dim": 64},
-    "heads of 128": {"head_dim": 128},
-    "qk-norm": {"head_dim": 128, "qk_norm": True},
+    "heads of 128": {"head_dim": 128, "page_size": 64},
+    "qk-norm": {"head_dim": 128, "qk_norm": True, "page_size": 64},
     "window": {"head_dim": 64, "windows": (50, 50)},
     "two groups": {"head_dim": 64, "windows": (None, 50)},
 }
@@ -356,9 +356,8 @@ def test_replayed_steps_are_eager_steps_on_the_gpu(options):
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_ids_that_are_pending_on_the_gpu(page_size):
-    gpu = OnGpu(page_size=page_size, head_dim=128)
+def test_ids_that_are_pending_on_the_gpu():
+    gpu = OnGpu(page_size=64, head_dim=128)
     a, b, c = (gpu.stepper.work(n) for n in (5, 33, 60))
     assert gpu.step([a, b], [5, 33]) == [a, b]
     for _ in range(20):
@@ -380,7 +379,7 @@ def test_ids_that_are_pending_on_the_gpu(page_size):
 @on_gpu
 def test_a_steady_step_waits_for_nothing():
     """The host queues 30 steps, prefill of another work between them, while the device is kept busy by a spin."""
-    gpu = OnGpu(head_dim=64, page_size=64)
+    gpu = OnGpu(head_dim=64)
     works = [gpu.stepper.work(n) for n in (3, 4, 5)]
     gpu.prefill(works)
     gpu.decode(works, 3)
