@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from torch import Tensor
 from dagengine_kernels.backend import AttentionBackend, AttentionShape, Capabilities, Plan
 from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
 from dagengine_kernels.fused import planner
+from dagengine_kernels.fused.cuda.slot import PlanSlot
 from dagengine_kernels.fused.executor import Executor, FusedPlan
 from dagengine_kernels.rotary import RotaryTable
 from dagengine_kernels.segments import SegmentTable
-
-if TYPE_CHECKING:
-    from dagengine_kernels.fused.cuda.slot import PlanSlot
 
 EXECUTORS = {
     "cpu": "dagengine_kernels.fused.cpu:CpuExecutor",
@@ -206,8 +204,6 @@ class FusedBackend(AttentionBackend):
 
     def new_slot(self, device: torch.device | str) -> PlanSlot:
         """A slot for `plan`; see there. Whether there is an implementation that takes it is said by `plan`."""
-        from dagengine_kernels.fused.cuda.slot import PlanSlot
-
         return PlanSlot(torch.device(device))
 
     def advance(self, plan: FusedPlan) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dagengine_kernels.backend import AttentionShape, Capabilities, Plan
 from dagengine_kernels.errors import UNSUPPORTED, KernelError
+from dagengine_kernels.fused.cuda.slot import PlanSlot
 from dagengine_kernels.fused.plan import PlanArrays, PlanParameters
 from dagengine_kernels.segments import SegmentTable
-
-if TYPE_CHECKING:
-    from dagengine_kernels.fused.cuda.slot import PlanSlot
 
 
 @dataclass(frozen=True, eq=False)
