@@ -28,7 +28,7 @@ from .prepare import Preparer, ResolvedRef
 from .request import ContextRef, Event, FinishedEvent, Keep, Request, check_parent, check_request
 from .runner import Chunk, Runner
 from .running import RunningRequest
-from .sampler import NonFiniteLogits, Sampled, sample
+from .sampler import NonFiniteLogits, Sampled, Sampler
 from .scheduler import Scheduler, work_ids
 from .sequence import Sequence
 from .stats import EngineStats
@@ -70,6 +70,7 @@ class EngineCore:
         self._runner, self._observer = runner, observer
         self._eos = frozenset(eos_token_ids)
         self._vocab = min(geometry.vocab_size, tokenizer.vocab_size) if tokenizer else geometry.vocab_size
+        self._sampler = Sampler(runner.device, self._vocab)
         self.preparer = Preparer(store, geometry, adapter, signature, max_model_len=max_model_len)
         self._work_ids = work_ids()
         self._scheduler = Scheduler(
@@ -329,8 +330,7 @@ class EngineCore:
         if self._observer is not None:
             for row, sequence in enumerate(sequences):
                 self._observer(sequence.request.id, sequence.index, len(sequence.tokens) - 1, logits[row])
-        with torch.inference_mode():
-            results = sample(logits, [sequence.sampling_row() for sequence in sequences])
+        results = self._sampler.launch(logits, [sequence.sampling_row() for sequence in sequences]).results()
         return list(zip(sequences, results, strict=True))
 
     def _commit(self, chunks: list[Chunk], sampled: list[tuple[Sequence, Sampled | NonFiniteLogits]]) -> None:
@@ -465,6 +465,7 @@ class EngineCore:
     def _forget(self, work: Work) -> None:
         for backend in self._backends.values():
             backend.forget(work.id)
+        self._sampler.forget(work.id)
 
     def _backend(self, name: str) -> AttentionBackend:
         if name not in self._backends:

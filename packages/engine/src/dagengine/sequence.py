@@ -9,20 +9,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from dagengine_kvstore import Read
 
 from .detokenizer import IncrementalDetokenizer
 from .prepare import Prepared
 from .request import Choice, DagInfo, Request, Timing, TokenEvent, TokenLogprob
+from .rng import GAMMA
 from .sampler import Sampled, SamplingRow
 from .sampling import SamplingParams
 from .tokenizer import Tokenizer
 from .work import Phase, Work
 
-SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Answers of one request draw from seeds this far apart (2^64 over the golden ratio, rounded to odd)."""
+SEED_STRIDE = GAMMA
+"""Answers of one request draw from seeds this far apart."""
 
 
 @dataclass(eq=False)
@@ -43,7 +42,6 @@ class Sequence(Work):
     keep: bool = False
     sampling: SamplingParams | None = None
     seed: int | None = None
-    generator: torch.Generator | None = None
     detokenizer: IncrementalDetokenizer | None = None
     eos: frozenset[int] = frozenset()
     after: Sequence | None = None
@@ -66,13 +64,11 @@ class Sequence(Work):
         draw_seed: Callable[[], int],
         tokenizer: Tokenizer | None,
     ) -> None:
-        """Set up what sampling needs: a generator of this answer's own, terminating ids, incremental text."""
+        """Set up what sampling needs: a seed, terminating ids, incremental text."""
         self.sampling = params
         self.eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         if params.temperature > 0:
             self.seed = params.seed if params.seed is not None else draw_seed()
-            mixed = (self.seed + self.index * SEED_STRIDE) % 2**63
-            self.generator = torch.Generator(device="cpu").manual_seed(mixed)
         if tokenizer is not None:
             self.detokenizer = IncrementalDetokenizer(tokenizer.decode, params.stop)
 
@@ -101,7 +97,9 @@ class Sequence(Work):
         assert self.sampling is not None
         return SamplingRow(
             params=self.sampling,
-            generator=self.generator,
+            seed=None if self.seed is None else self.seed + self.index * SEED_STRIDE,
+            key=self.id,
+            step=self.num_sampled,
             seen=self.seen,
             sampled=self.sampled,
             banned=self.eos if self.num_sampled < self.sampling.min_tokens else frozenset(),
