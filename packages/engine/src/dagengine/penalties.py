@@ -101,25 +101,24 @@ class PenaltyCounts:
             self._free = []
             self._slab = self._slab.new_zeros((0, self._vocab))
 
-    def apply(
-        self, scores: Tensor, slots: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-    ) -> None:
-        """Penalise `scores` in place.
+    def repeat(self, scores: Tensor, slots: Tensor, repetition: Tensor) -> None:
+        """The repetition penalty of `scores`, in place.
 
         Args:
-            scores: [n, V], logits.
+            scores: logits [n, V].
             slots: int64 [n].
-            repetition, presence, frequency: [n, 1] of the scores' dtype; 1, 0 and 0 leave a row's bits as they are.
+            repetition: [n, 1] of the scores' dtype; 1 leaves a row's bits as they are.
         """
-        counts = self._slab.index_select(0, slots)
+        known = self._slab.index_select(0, slots).clamp_(max=1).to(scores.dtype)
         # clamp and lerp, exact at the ends 0 and 1, are many times faster on a CPU than where with a mask
-        known = counts.clamp(max=1).to(scores.dtype)
         divisor = torch.lerp(torch.ones_like(repetition), repetition, known)
         negative = scores.clamp(max=0.0).mul_(divisor)
         scores.clamp_(min=0.0).div_(divisor).add_(negative)
-        times = (counts & (SEEN - 1)).to(scores.dtype)
-        penalty = times.clamp(max=1.0).mul_(presence).add_(times.mul_(frequency))
-        scores.sub_(penalty)
+
+    def subtract(self, scores: Tensor, slots: Tensor, presence: Tensor, frequency: Tensor) -> None:
+        """The presence and frequency penalties of `scores`, in place; arguments as for `repeat`, 0 changes nothing."""
+        times = self._slab.index_select(0, slots).bitwise_and_(SEEN - 1).to(scores.dtype)
+        scores.sub_(times.clamp(max=1.0).mul_(presence).add_(times.mul_(frequency)))
 
     def _take_slot(self) -> int:
         if not self._free:

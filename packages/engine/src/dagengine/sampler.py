@@ -20,10 +20,9 @@ from enum import IntEnum
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from .candidates import MASS_BITS, MAX_VOCAB, argmax, kept, likeliest, mass
+from .candidates import MASS_BITS, MAX_VOCAB, argmax, lengths, likeliest, mass
 from .penalties import PenaltyCounts, penalised
 from .request import TokenLogprob
 from .rng import gumbel, stream_key, weyl
@@ -37,6 +36,9 @@ CHUNK_ELEMENTS = {"cpu": 1 << 16}
 """Rows × vocabulary that one pass over changed rows takes, by kind of device: bounds temporaries, suits caches."""
 
 CHUNK_ELEMENTS_ELSEWHERE = 1 << 22
+
+FEW = 1024
+"""Where top-p keeps fewer tokens than this, which a CPU can look at, it does not sort the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,11 @@ class Sampler:
             rows: R of them; each key at most once.
         """
         assert logits.shape[0] == len(rows) and logits.shape[1] >= self._vocab
-        logits = logits[:, : self._vocab]
+        if logits.shape[1] > self._vocab:
+            logits = logits[:, : self._vocab]
         ids = argmax(logits)
-        finite = logits.gather(1, ids[:, None])[:, 0].isfinite()  # NaN is the greatest of a row that holds one
+        peaks = logits.gather(1, ids[:, None])  # NaN is the greatest of a row that holds one
+        finite = _finite(peaks)[:, 0]
         jobs = [job for i, row in enumerate(rows) if (job := _job(i, row, self._vocab)) is not None]
         if jobs:
             self._process(logits, jobs, ids, finite)
@@ -116,7 +120,7 @@ class Sampler:
             where = np.array([(job.index, job.slot) for job in counted], np.int64)
             index, slots = to_device(where, self._device).unbind(1)
             self._counts.add([job.row for job in counted], slots, ids.index_select(0, index))
-        return PendingSample(rows, ids, finite, self._logprobs(logits, rows, ids))
+        return PendingSample(rows, ids, finite, self._logprobs(logits, rows, ids, peaks))
 
     def forget(self, key: int) -> None:
         """Drop what is held of a sequence that ended, or was preempted or rolled back. Unknown keys are no error."""
@@ -141,15 +145,18 @@ class Sampler:
                 shifted = scores.sub_(peaks).div_(some.column("temperature", scores.dtype))
                 chosen = self._draw(shifted, chunk, some)
             ids.index_copy_(0, some.index, chosen)
-            usable = finite.index_select(0, some.index) & peaks[:, 0].isfinite()
+            usable = finite.index_select(0, some.index) & _finite(peaks)[:, 0]
             finite.index_copy_(0, some.index, usable)
 
     def _adjust(self, scores: Tensor, jobs: SequenceOf[_Job], table: _Table) -> None:
         """Penalties, biases and banned ids, in place."""
         flat = scores.view(-1)
-        if jobs[0].slot is not None:
-            names = ("repetition", "presence", "frequency")
-            self._counts.apply(scores, table.slot, *(table.column(name, scores.dtype) for name in names))
+        params = [job.row.params for job in jobs]
+        if any(p.repetition_penalty != 1.0 for p in params):
+            self._counts.repeat(scores, table.slot, table.column("repetition", scores.dtype))
+        if any(p.presence_penalty or p.frequency_penalty for p in params):
+            names = ("presence", "frequency")
+            self._counts.subtract(scores, table.slot, *(table.column(name, scores.dtype) for name in names))
         places: list[int] = []
         values: list[float] = []
         banned: list[int] = []
@@ -168,25 +175,41 @@ class Sampler:
 
     def _draw(self, shifted: Tensor, jobs: SequenceOf[_Job], table: _Table) -> Tensor:
         """Token ids int64 [n] from scores [n, V] that are divided by the temperature, the greatest 0."""
-        log_min_p = table.column("log_min_p", shifted.dtype)
-        if jobs[0].kind is _Kind.RACE:
-            noise = gumbel(table.key, self._weyl(), shifted.dtype)
-            if any(job.row.params.min_p > 0.0 for job in jobs):
-                noise.masked_fill_(shifted < log_min_p, -torch.inf)
-            return argmax(noise.add_(shifted))
+        if jobs[0].kind is not _Kind.RACE:
+            return self._draw_in_order(shifted, jobs, table)
+        noise = gumbel(table.key, self._weyl(), shifted.dtype)
+        if any(job.row.params.min_p > 0.0 for job in jobs):
+            noise.masked_fill_(shifted < table.column("log_min_p", shifted.dtype), -torch.inf)
+        return argmax(noise.add_(shifted))
+
+    def _draw_in_order(self, shifted: Tensor, jobs: SequenceOf[_Job], table: _Table) -> Tensor:
+        ordered, ids, size = self._candidates(shifted, jobs, table)
+        noise = gumbel(table.key, weyl(ids), shifted.dtype)
+        dropped = torch.arange(ids.shape[1], device=self._device) >= size[:, None]
+        first = argmax(noise.add_(ordered).masked_fill_(dropped, -torch.inf))
+        return ids.gather(1, first[:, None])[:, 0]
+
+    def _candidates(
+        self, shifted: Tensor, jobs: SequenceOf[_Job], table: _Table
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The likeliest tokens in order, scores and ids [n, K], and how many of them stay, int64 [n]."""
         width = max(job.top_k for job in jobs)
-        ordered, candidates = likeliest(shifted, width)
-        stay = kept(ordered, table.top_k, log_min_p[:, 0], table.column("top_p", torch.float64)[:, 0])
-        noise = gumbel(table.key, weyl(candidates), shifted.dtype)
-        first = argmax(noise.add_(ordered).masked_fill_(~stay, -torch.inf))
-        return candidates.gather(1, first[:, None])[:, 0]
+        limits = table.top_k, table.column("log_min_p", shifted.dtype), table.column("top_p", torch.float64)
+        if self._device.type == "cpu" and jobs[0].kind is _Kind.ALL_IN_ORDER and width > FEW:
+            ordered, ids = likeliest(shifted, FEW)
+            total = (mass(shifted) * (shifted >= limits[1])).sum(dim=-1)
+            size = lengths(ordered, *limits, total)
+            if int(size.max()) < FEW:
+                return ordered, ids, size
+        ordered, ids = likeliest(shifted, width)
+        return ordered, ids, lengths(ordered, *limits)
 
     def _weyl(self) -> Tensor:
         if self._offsets is None:
             self._offsets = weyl(torch.arange(self._vocab, device=self._device))
         return self._offsets
 
-    def _logprobs(self, logits: Tensor, rows: SequenceOf[SamplingRow], ids: Tensor) -> _Logprobs | None:
+    def _logprobs(self, logits: Tensor, rows: SequenceOf[SamplingRow], ids: Tensor, peaks: Tensor) -> _Logprobs | None:
         """Log-probabilities under the model's own distribution, for the rows that want them."""
         wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         if not wanted:
@@ -197,7 +220,7 @@ class Sampler:
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         for some in index.split(size):
             shifted = logits.index_select(0, some)
-            shifted.sub_(shifted.amax(dim=-1, keepdim=True))
+            shifted.sub_(peaks.index_select(0, some))
             chosen = shifted.gather(1, ids.index_select(0, some)[:, None])
             top, top_ids = likeliest(shifted, most) if most else (chosen[:, :0], ids.new_zeros((len(some), 0)))
             total = mass(shifted).sum(dim=-1, keepdim=True).to(torch.float64).mul_(2.0**-MASS_BITS).log_()
@@ -219,7 +242,7 @@ class PendingSample:
     ) -> None:
         self.ids = ids
         self._rows, self._logprobs = rows, logprobs
-        self._host = to_host(torch.stack((ids, finite.to(torch.int64))))
+        self._host = to_host(ids), to_host(finite)
         self._ready: torch.cuda.Event | None = None
         if ids.device.type == "cuda":
             self._ready = torch.cuda.Event()
@@ -229,7 +252,7 @@ class PendingSample:
         """The choices, one per row; waits until the device has made them."""
         if self._ready is not None:
             self._ready.synchronize()
-        ids, finite = self._host.tolist()
+        ids, finite = (tensor.tolist() for tensor in self._host)
         logprobs = {} if self._logprobs is None else self._logprobs.read(self._rows, ids)
         return [
             Sampled(token, logprobs.get(i)) if finite[i] else NonFiniteLogits(i) for i, token in enumerate(ids)
@@ -306,22 +329,10 @@ class _Table:
 
     @classmethod
     def load(cls, jobs: SequenceOf[_Job], device: torch.device) -> _Table:
-        host: NDArray[np.int64] = np.empty((len(_INTEGERS) + len(_NUMBERS), len(jobs)), np.int64)
-        numbers = host.view(np.float64)[len(_INTEGERS) :]
-        for i, job in enumerate(jobs):
-            row, p = job.row, job.row.params
-            assert row.seed is not None or job.kind is _Kind.GREEDY, "a row with a temperature has a seed"
-            key = 0 if row.seed is None else stream_key(row.seed, row.step)
-            signed = key - 2**64 if key >= 2**63 else key
-            host[: len(_INTEGERS), i] = (job.index, signed, job.top_k, job.slot or 0)
-            numbers[:, i] = (
-                max(p.temperature, MIN_TEMPERATURE),
-                math.log(p.min_p) if p.min_p > 0.0 else -math.inf,
-                p.top_p if p.top_p < 1.0 else math.inf,
-                p.repetition_penalty,
-                p.presence_penalty,
-                p.frequency_penalty,
-            )
+        integers = [(job.index, _key(job), job.top_k, job.slot or 0) for job in jobs]
+        numbers = [_numbers(job.row.params) for job in jobs]
+        parts = np.array(integers, np.int64), np.array(numbers, np.float64).view(np.int64)
+        host = np.ascontiguousarray(np.concatenate(parts, axis=1).T)
         return cls(to_device(host, device))
 
     def slice(self, begin: int, end: int) -> _Table:
@@ -347,6 +358,31 @@ class _Table:
         """[n, 1]"""
         place = len(_INTEGERS) + _NUMBERS.index(name)
         return self.columns[place].view(torch.float64).to(dtype)[:, None]
+
+
+def _key(job: _Job) -> int:
+    """The row's stream key as a signed integer; 0 where nothing is drawn."""
+    if job.kind is _Kind.GREEDY:
+        return 0
+    assert job.row.seed is not None, "a row with a temperature has a seed"
+    key = stream_key(job.row.seed, job.row.step)
+    return key - 2**64 if key >= 2**63 else key
+
+
+def _numbers(p: SamplingParams) -> tuple[float, ...]:
+    """In the order of _NUMBERS."""
+    return (
+        max(p.temperature, MIN_TEMPERATURE),
+        math.log(p.min_p) if p.min_p > 0.0 else -math.inf,
+        p.top_p if p.top_p < 1.0 else math.inf,
+        p.repetition_penalty,
+        p.presence_penalty,
+        p.frequency_penalty,
+    )
+
+
+def _finite(values: Tensor) -> Tensor:
+    return (values - values) == 0  # fewer operations than isfinite
 
 
 def _chunk_rows(vocab_size: int, device: torch.device) -> int:
