@@ -113,7 +113,9 @@ def parameters(draw: st.DrawFn) -> SamplingParams:
         repetition_penalty=draw(st.sampled_from([1.0, 1.0, 0.7, 1.3])),
         presence_penalty=draw(st.sampled_from([0.0, 0.0, -0.9, 1.1])),
         frequency_penalty=draw(st.sampled_from([0.0, 0.0, -0.3, 0.6])),
-        logit_bias=draw(st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 0.35, 9.0]), max_size=2)),
+        logit_bias=draw(
+            st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 0.35, 9.0]), max_size=2)
+        ),
         logprobs=draw(st.sampled_from([None, 0, 3])),
     )
 
@@ -148,9 +150,7 @@ def test_every_choice_is_that_of_the_reference(
     table = torch.tensor(logits, dtype=dtype)
     padded = torch.cat([table, torch.full((len(rows), padding), 99.0, dtype=dtype)], dim=1)
     pending = Sampler(CPU, VOCAB).launch(padded, rows)
-    for result, token, values, one in zip(
-        pending.results(), pending.ids.tolist(), logits, rows, strict=True
-    ):
+    for result, token, values, one in zip(pending.results(), pending.ids.tolist(), logits, rows, strict=True):
         right = choices(values, one, error=2e-5)
         if not right:
             assert isinstance(result, NonFiniteLogits) and token == 0
@@ -172,7 +172,10 @@ def test_top_p_of_a_large_vocabulary(few: int, spread: float, monkeypatch: pytes
     """Whether the vocabulary was sorted or not."""
     monkeypatch.setattr("dagengine.sampler.FEW", few)
     logits = torch.randn(6, 1500, generator=torch.Generator().manual_seed(4)) * spread
-    rows = [row(SamplingParams(top_p=0.9, min_p=m), seed=i, key=i) for i, m in enumerate((0, 0, 0, 0.01, 0.1, 0.5))]
+    rows = [
+        row(SamplingParams(top_p=0.9, min_p=m), seed=i, key=i)
+        for i, m in enumerate((0, 0, 0, 0.01, 0.1, 0.5))
+    ]
     results = sample(logits, rows)
     for result, values, one in zip(results, logits.tolist(), rows, strict=True):
         assert isinstance(result, Sampled)

@@ -83,8 +83,8 @@ def _likeliest_of(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.i
 def _order_keys(scores: Tensor) -> Tensor:
     """float32 [n, V] to int64, all different, that ascend in the order of tokens.
 
-        bits 63-32   not (the score's bits, the lower 31 flipped if negative), which descends as a signed integer
-        bits 31-0    the id
+    bits 63-32   not (the score's bits, the lower 31 flipped if negative), which descends as a signed integer
+    bits 31-0    the id
     """
     top = (scores + 0.0).view(torch.int32)  # + 0.0: minus zero equals zero
     top = ((top >> 31) & 0x7FFFFFFF).bitwise_xor_(top).bitwise_not_()

@@ -146,7 +146,9 @@ class PenaltyCounts:
         if seen:
             flat.index_fill_(0, to_device(np.concatenate(seen), self._device), SEEN)
         flat.scatter_add_(
-            0, to_device(np.concatenate(sampled), self._device), to_device(np.concatenate(times), self._device)
+            0,
+            to_device(np.concatenate(sampled), self._device),
+            to_device(np.concatenate(times), self._device),
         )
 
     def _known(self, ids: Sequence[int]) -> NDArray[np.int64]:

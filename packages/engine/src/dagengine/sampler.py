@@ -209,7 +209,9 @@ class Sampler:
             self._offsets = weyl(torch.arange(self._vocab, device=self._device))
         return self._offsets
 
-    def _logprobs(self, logits: Tensor, rows: SequenceOf[SamplingRow], ids: Tensor, peaks: Tensor) -> _Logprobs | None:
+    def _logprobs(
+        self, logits: Tensor, rows: SequenceOf[SamplingRow], ids: Tensor, peaks: Tensor
+    ) -> _Logprobs | None:
         """Log-probabilities under the model's own distribution, for the rows that want them."""
         wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         if not wanted:
@@ -222,7 +224,9 @@ class Sampler:
             shifted = logits.index_select(0, some)
             shifted.sub_(peaks.index_select(0, some))
             chosen = shifted.gather(1, ids.index_select(0, some)[:, None])
-            top, top_ids = likeliest(shifted, most) if most else (chosen[:, :0], ids.new_zeros((len(some), 0)))
+            top, top_ids = (
+                likeliest(shifted, most) if most else (chosen[:, :0], ids.new_zeros((len(some), 0)))
+            )
             total = mass(shifted).sum(dim=-1, keepdim=True).to(torch.float64).mul_(2.0**-MASS_BITS).log_()
             norm = total.to(shifted.dtype)
             found.append((chosen - norm, top - norm, top_ids))
@@ -255,7 +259,8 @@ class PendingSample:
         ids, finite = (tensor.tolist() for tensor in self._host)
         logprobs = {} if self._logprobs is None else self._logprobs.read(self._rows, ids)
         return [
-            Sampled(token, logprobs.get(i)) if finite[i] else NonFiniteLogits(i) for i, token in enumerate(ids)
+            Sampled(token, logprobs.get(i)) if finite[i] else NonFiniteLogits(i)
+            for i, token in enumerate(ids)
         ]
 
 
