@@ -1,4 +1,4 @@
-"""What the sampler must choose, one row at a time, in plain Python: written from the documentation of SamplingParams."""
+"""What the sampler must choose, row by row, in plain Python: written from the documentation of SamplingParams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler against a reference in plain Python (sampler_reference.py): choices, distributions, what rows depend on."""
+"""The sampler against a reference in plain Python (sampler_reference.py): choices, distributions, independence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A launch reads nothing of what it computes: the host never waits for the device. On CUDA the choices are the CPU's."""
+"""A launch reads nothing of what it computes, so the host never waits. On CUDA the choices are the CPU's."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from dagengine.rng import GAMMA, bits, gumbel, mix64, output, stream_key, weyl
 from .sampler_reference import noise, nth, splitmix64
 
 FROM_0 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC, 0x1B39896A51A8749B]
-"""The first outputs from state 0, as published with several implementations (java.util.SplittableRandom(0).nextLong())."""
+"""The first outputs from state 0, as java.util.SplittableRandom(0).nextLong() gives them."""
 
 FROM_1234567 = [
     6457827717110365317,

@@ -1,7 +1,7 @@
 """The likeliest tokens of each row in order, and how many of them top-k, min-p and top-p keep.
 
 Order: greatest first, equal ones by id. All three filters keep a beginning of that order. Sums of probabilities are
-integers (fixed point), so they do not depend on the order of summation, and with it on the device or the batch.
+integers (fixed point), so they do not depend on the order of summation, nor on the batch that decides that order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     elif scores.device.type == "cpu":  # numpy sorts many times faster than torch
         ids = torch.from_numpy(np.sort(_order_keys(scores).numpy(), axis=-1)) & _LOW
     elif count == scores.shape[1]:
-        return scores.sort(dim=-1, descending=True, stable=True)
+        return (scores + 0.0).sort(dim=-1, descending=True, stable=True)  # + 0.0: minus zero equals zero
     else:
         ids = _order_keys(scores).topk(count, dim=-1, largest=False).values & _LOW
     return scores.gather(1, ids), ids
@@ -63,7 +63,7 @@ def lengths(
         log_min_p: [n, 1], at most 0, of the scores' dtype; a token stays if its score is not below.
         top_p: float64 [n, 1]; a token stays if what comes before it is less than this share of what the others leave.
             Infinity keeps all.
-        total: int64 [n], the mass of which top-p takes its share, if not that of the tokens in `ordered` that the others leave.
+        total: int64 [n], the mass of which top-p takes its share; by default that of what the others leave of `ordered`.
     """
     size = top_k.minimum((ordered >= log_min_p).sum(dim=-1)).clamp_(min=1)
     sums = mass(ordered).cumsum(dim=-1)
@@ -86,7 +86,7 @@ def _order_keys(scores: Tensor) -> Tensor:
     bits 63-32   not (the score's bits, the lower 31 flipped if negative), which descends as a signed integer
     bits 31-0    the id
     """
-    top = (scores + 0.0).view(torch.int32)  # + 0.0: minus zero equals zero
+    top = (scores + 0.0).view(torch.int32)  # as above
     top = ((top >> 31) & 0x7FFFFFFF).bitwise_xor_(top).bitwise_not_()
     ids = torch.arange(scores.shape[1], device=scores.device)
     return top.to(torch.int64).bitwise_left_shift_(32).bitwise_or_(ids)

@@ -5,8 +5,9 @@ One row of int32 [vocab] for each sequence with penalties, in a slab that grows 
     bit 30        the request sees the token, or was given it
     bits 0-29     how often the sequence has sampled it
 
-The ids just sampled are counted on the device, so the host may lag behind. Each row knows how many tokens it has counted; a
-sequence that comes back with another number (it was preempted, or a step is run again) is counted anew from the host's list.
+The ids just sampled are counted on the device, so the host may lag behind. Each row knows how many tokens it has
+counted; a sequence that comes back with another number (it was preempted, or a step is run again) is counted anew from
+the host's list.
 """
 
 from __future__ import annotations

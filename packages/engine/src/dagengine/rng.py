@@ -1,12 +1,13 @@
 """Random numbers that are a function of (seed, step, token id) and of nothing else.
 
-SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the output
-function that java.util.SplittableRandom took over from Stafford's "Mix13") is counter-based: its output n from a state s is
-`mix64(s + (n + 1) * GAMMA)`. Three of them stand on each other, so that no two of seed, step and token id can trade places:
+SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the output function is
+Stafford's "Mix13") can be read anywhere: its output n from a state s is `mix64(s + (n + 1) * GAMMA)`. Three of them stand
+on each other, so that no two of seed, step and token id can trade places:
 
     base = output 0 of seed        key = output `step` of base        bits = output `token id` of key
 
-Integer arithmetic is modulo 2^64; tensors hold the same bits as int64, on which torch multiplies and adds with wrap-around.
+Integer arithmetic is modulo 2^64; tensors hold the same bits as int64, on which torch multiplies and adds with
+wrap-around.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ def bits(keys: Tensor, offsets: Tensor) -> Tensor:
 def gumbel(keys: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     """Standard Gumbel noise [n, V]: the argmax of log-weights plus this noise draws from the weights (Gumbel, 1954).
 
-    The noise is -log(E), E = -log(1 - u) exponential, with u from the lower 63 bits of `bits`. Ids with small weights win
-    by small E, so u is fine near 0: 2^-64 at least, which is noise of at most 44.4. At the other end u stops at 1 - 2^-24.
-    Both ends are reached by fewer than one draw in 2^23, and the noise is always finite.
+    The noise is -log(E), E = -log(1 - u) exponential, with u from the lower 63 bits of `bits`. Ids with small weights
+    win by small E, so u is fine near 0: 2^-64 at least, which is noise of at most 44.4. At the other end u stops at
+    1 - 2^-24. Both ends are reached by fewer than one draw in 2^23, and the noise is always finite.
 
     Args:
         keys, offsets: as for `bits`.

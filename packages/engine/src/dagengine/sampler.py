@@ -1,7 +1,7 @@
 """From logits to the next token of each sequence, on the device and without waiting for it.
 
-`Sampler.launch` only enqueues work; `PendingSample.ids` can feed the next step on the device before the host knows them.
-A row's choice is a function of its logits, its parameters, its own history and (seed, step): never of the other rows.
+`Sampler.launch` only enqueues work; `PendingSample.ids` can feed the next step on the device before the host knows
+them. A row's choice is a function of its logits, its parameters, its own history and (seed, step), not of other rows.
 Rows pay for what they ask for:
 
     greedy                        argmax
