@@ -63,7 +63,7 @@ def lengths(
         log_min_p: [n, 1], at most 0, of the scores' dtype; a token stays if its score is not below.
         top_p: float64 [n, 1]; a token stays if what comes before it is less than this share of what the others leave.
             Infinity keeps all.
-        total: int64 [n], the mass of which top-p takes its share; by default that of what the others leave of `ordered`.
+        total: int64 [n], the mass of which top-p takes its share; by default that of what the others leave here.
     """
     size = top_k.minimum((ordered >= log_min_p).sum(dim=-1)).clamp_(min=1)
     sums = mass(ordered).cumsum(dim=-1)

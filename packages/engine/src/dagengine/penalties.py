@@ -144,13 +144,11 @@ class PenaltyCounts:
         cleared = np.array([slot for slot, _ in rows], np.int64)
         self._slab.index_fill_(0, to_device(cleared, self._device), 0)
         flat = self._slab.view(-1)
-        if seen:
+        if any(map(len, seen)):
             flat.index_fill_(0, to_device(np.concatenate(seen), self._device), SEEN)
-        flat.scatter_add_(
-            0,
-            to_device(np.concatenate(sampled), self._device),
-            to_device(np.concatenate(times), self._device),
-        )
+        if any(map(len, sampled)):
+            places = to_device(np.concatenate(sampled), self._device)
+            flat.scatter_add_(0, places, to_device(np.concatenate(times), self._device))
 
     def _known(self, ids: Sequence[int]) -> NDArray[np.int64]:
         array = np.array(ids, np.int64)

@@ -1,8 +1,8 @@
 """Random numbers that are a function of (seed, step, token id) and of nothing else.
 
 SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the output function is
-Stafford's "Mix13") can be read anywhere: its output n from a state s is `mix64(s + (n + 1) * GAMMA)`. Three of them stand
-on each other, so that no two of seed, step and token id can trade places:
+Stafford's "Mix13") can be read anywhere: its output n from a state s is `mix64(s + (n + 1) * GAMMA)`. Three of them
+stand on each other, so that no two of seed, step and token id can trade places:
 
     base = output 0 of seed        key = output `step` of base        bits = output `token id` of key
 

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dagengine_kernels.fused.cuda.race import race
+
 from .candidates import MASS_BITS, MAX_VOCAB, argmax, lengths, likeliest, mass
 from .penalties import PenaltyCounts, penalised
 from .request import TokenLogprob
@@ -113,7 +115,7 @@ class Sampler:
         finite = _finite(peaks)[:, 0]
         jobs = [job for i, row in enumerate(rows) if (job := _job(i, row, self._vocab)) is not None]
         if jobs:
-            self._process(logits, jobs, ids, finite)
+            self._process(logits, jobs, ids, finite, peaks)
         ids = ids * finite
         counted = [job for job in jobs if job.slot is not None]
         if counted:
@@ -126,7 +128,7 @@ class Sampler:
         """Drop what is held of a sequence that ended, or was preempted or rolled back. Unknown keys are no error."""
         self._counts.forget(key)
 
-    def _process(self, logits: Tensor, jobs: list[_Job], ids: Tensor, finite: Tensor) -> None:
+    def _process(self, logits: Tensor, jobs: list[_Job], ids: Tensor, finite: Tensor, peaks: Tensor) -> None:
         """Write the choices of rows that are not plain greedy over those of the argmax."""
         counted = [job for job in jobs if penalised(job.row.params)]
         for job, slot in zip(counted, self._counts.slots([job.row for job in counted]), strict=True):
@@ -135,17 +137,18 @@ class Sampler:
         table = _Table.load(jobs, self._device)
         for begin, end in _chunks(jobs, self._vocab, self._device):
             chunk, some = jobs[begin:end], table.slice(begin, end)
-            scores = logits.index_select(0, some.index)
-            self._adjust(scores, chunk, some)
-            if chunk[0].kind is _Kind.GREEDY:
+            if chunk[0].changed:
+                scores, rows = logits.index_select(0, some.index), None
+                self._adjust(scores, chunk, some)
                 chosen = argmax(scores)
-                peaks = scores.gather(1, chosen[:, None])
+                tops = scores.gather(1, chosen[:, None])
             else:
-                peaks = scores.amax(dim=-1, keepdim=True)
-                shifted = scores.sub_(peaks).div_(some.column("temperature", scores.dtype))
-                chosen = self._draw(shifted, chunk, some)
+                scores, rows = logits, some.index
+                tops = peaks.index_select(0, some.index)
+            if chunk[0].kind is not _Kind.GREEDY:
+                chosen = self._draw(scores, rows, tops, chunk, some)
             ids.index_copy_(0, some.index, chosen)
-            usable = finite.index_select(0, some.index) & _finite(peaks)[:, 0]
+            usable = finite.index_select(0, some.index) & _finite(tops)[:, 0]
             finite.index_copy_(0, some.index, usable)
 
     def _adjust(self, scores: Tensor, jobs: SequenceOf[_Job], table: _Table) -> None:
@@ -173,13 +176,29 @@ class Sampler:
         if banned:
             flat.index_fill_(0, to_device(np.array(banned, np.int64), self._device), -torch.inf)
 
-    def _draw(self, shifted: Tensor, jobs: SequenceOf[_Job], table: _Table) -> Tensor:
-        """Token ids int64 [n] from scores [n, V] that are divided by the temperature, the greatest 0."""
+    def _draw(
+        self, scores: Tensor, rows: Tensor | None, peaks: Tensor, jobs: SequenceOf[_Job], table: _Table
+    ) -> Tensor:
+        """Draw token ids, int64 [n].
+
+        Args:
+            scores: [R, V]; with `rows`, not changed.
+            rows: int64 [n], which of them; None: all.
+            peaks: [n, 1], the greatest of each.
+        """
+        temperature = table.column("temperature", scores.dtype)
+        log_min_p = table.column("log_min_p", scores.dtype)
+        if jobs[0].kind is _Kind.RACE and scores.device.type == "cuda":
+            columns = peaks[:, 0], table.key, temperature[:, 0], log_min_p[:, 0]
+            return race(scores, *columns, rows)
+        if rows is not None:
+            scores = scores.index_select(0, rows)
+        shifted = scores.sub_(peaks).div_(temperature)
         if jobs[0].kind is not _Kind.RACE:
             return self._draw_in_order(shifted, jobs, table)
         noise = gumbel(table.key, self._weyl(), shifted.dtype)
         if any(job.row.params.min_p > 0.0 for job in jobs):
-            noise.masked_fill_(shifted < table.column("log_min_p", shifted.dtype), -torch.inf)
+            noise.masked_fill_(shifted < log_min_p, -torch.inf)
         return argmax(noise.add_(shifted))
 
     def _draw_in_order(self, shifted: Tensor, jobs: SequenceOf[_Job], table: _Table) -> Tensor:
@@ -308,7 +327,12 @@ class _Job:
     @property
     def group(self) -> tuple[_Kind, bool]:
         """Jobs of one group are processed alike."""
-        return self.kind, self.slot is not None
+        return self.kind, self.changed
+
+    @property
+    def changed(self) -> bool:
+        """Whether its logits change before the choice."""
+        return self.slot is not None or bool(self.row.params.logit_bias or self.row.banned)
 
 
 def _job(index: int, row: SamplingRow, vocab_size: int) -> _Job | None:
