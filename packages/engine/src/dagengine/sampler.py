@@ -8,6 +8,8 @@ Rows pay for what they ask for:
     temperature, min_p            argmax of score + Gumbel noise over the vocabulary (the Gumbel-max trick)
     top_k, top_p                  the same over the likeliest tokens, in order
     penalties, bias, banned ids   a copy of the row first, changed in place
+
+On CUDA a kernel of dagengine_kernels draws over the vocabulary, with and without top_p; the rest is torch everywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dagengine_kernels.fused.cuda.race import race
+from dagengine_kernels.fused.cuda.draw import draw
 
 from .candidates import MASS_BITS, MAX_VOCAB, argmax, lengths, likeliest, mass
 from .penalties import PenaltyCounts, penalised
@@ -188,9 +190,10 @@ class Sampler:
         """
         temperature = table.column("temperature", scores.dtype)
         log_min_p = table.column("log_min_p", scores.dtype)
-        if jobs[0].kind is _Kind.RACE and scores.device.type == "cuda":
-            columns = peaks[:, 0], table.key, temperature[:, 0], log_min_p[:, 0]
-            return race(scores, *columns, rows)
+        if jobs[0].kind is not _Kind.LIKELIEST and scores.device.type == "cuda":
+            top_p = table.column("top_p", torch.float64)[:, 0] if jobs[0].kind is _Kind.ALL_IN_ORDER else None
+            columns = peaks[:, 0], table.key, temperature[:, 0], log_min_p[:, 0], top_p
+            return draw(scores, *columns, rows)
         if rows is not None:
             scores = scores.index_select(0, rows)
         shifted = scores.sub_(peaks).div_(temperature)
