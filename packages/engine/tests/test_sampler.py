@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dagengine.sampler import CHUNK_ELEMENTS, NonFiniteLogits, Sampled, Sampler, SamplingRow
+from dagengine.sampler import NonFiniteLogits, Sampled, Sampler, SamplingRow
 from dagengine.sampling import SamplingParams
+from dagengine.sampling_rows import CHUNK_ELEMENTS
 
 from .sampler_reference import CPU, choices, probabilities, row, sample
 

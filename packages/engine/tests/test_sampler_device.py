@@ -70,7 +70,7 @@ def test_a_tensor_without_data_cannot_be_read(way: object) -> None:
 
 @pytest.mark.parametrize("vocab", [700, 500_000])
 def test_a_launch_reads_nothing_of_what_it_computes(vocab: int) -> None:
-    """On tensors without data, where a read raises; the code is the one that runs on CUDA."""
+    """On tensors without data, where a read raises; the code is CUDA's, but for the kernels that draw."""
     device = torch.device("meta")
     sampler = Sampler(device, vocab - 3)
     for step in range(3):

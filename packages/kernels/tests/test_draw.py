@@ -1,4 +1,4 @@
-"""Drawing by the Gumbel-max trick, with and without top-p: the kernels against its definition in Python, and what it refuses.
+"""Drawing by the Gumbel-max trick, with and without top-p: the kernels against the definition in Python.
 
 Its twin on a CPU is the engine's sampler in torch, which packages/engine/tests holds to the same definition.
 """

@@ -13,39 +13,18 @@ the host's list.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .sampling import SamplingParams
+from .sampling_rows import SamplingRow
 from .transfer import to_device
 
 SEEN = 1 << 30
 SMALLEST = 4
 """Rows of the smallest slab."""
-
-
-class Counted(Protocol):
-    """What is asked of a row with penalties; see `sampler.SamplingRow`."""
-
-    @property
-    def params(self) -> SamplingParams: ...
-    @property
-    def key(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def seen(self) -> Sequence[int]: ...
-    @property
-    def sampled(self) -> Sequence[int]: ...
-
-
-def penalised(params: SamplingParams) -> bool:
-    """Whether the choice depends on what was seen or sampled before."""
-    return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
 
 
 class PenaltyCounts:
@@ -67,9 +46,9 @@ class PenaltyCounts:
         """Device memory held."""
         return self._slab.numel() * self._slab.element_size()
 
-    def slots(self, rows: Iterable[Counted]) -> list[int]:
+    def slots(self, rows: Iterable[SamplingRow]) -> list[int]:
         """The slab's row of each row, counted up to its `step`."""
-        anew: list[tuple[int, Counted]] = []
+        anew: list[tuple[int, SamplingRow]] = []
         slots: list[int] = []
         for row in rows:
             slot = self._slots.get(row.key)
@@ -84,7 +63,7 @@ class PenaltyCounts:
             self._count(anew)
         return slots
 
-    def add(self, rows: Sequence[Counted], slots: Tensor, ids: Tensor) -> None:
+    def add(self, rows: Sequence[SamplingRow], slots: Tensor, ids: Tensor) -> None:
         """Count the ids just sampled: int64 [n] on the device for n rows whose slots are `slots`, int64 [n]."""
         ones = torch.ones_like(ids, dtype=torch.int32)
         self._slab.view(-1).scatter_add_(0, slots * self._vocab + ids, ones)
@@ -130,7 +109,7 @@ class PenaltyCounts:
             self._free = list(range(size - 1, len(old) - 1, -1))
         return self._free.pop()
 
-    def _count(self, rows: list[tuple[int, Counted]]) -> None:
+    def _count(self, rows: list[tuple[int, SamplingRow]]) -> None:
         seen: list[NDArray[np.int64]] = []
         sampled: list[NDArray[np.int64]] = []
         times: list[NDArray[np.int32]] = []

@@ -15,10 +15,8 @@ On CUDA a kernel of dagengine_kernels draws over the vocabulary, with and withou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 import torch
@@ -27,50 +25,14 @@ from torch import Tensor
 from dagengine_kernels.fused.cuda.draw import draw
 
 from .candidates import MASS_BITS, MAX_VOCAB, argmax, lengths, likeliest, mass
-from .penalties import PenaltyCounts, penalised
+from .penalties import PenaltyCounts
 from .request import TokenLogprob
-from .rng import gumbel, stream_key, weyl
-from .sampling import SamplingParams
+from .rng import gumbel, weyl
+from .sampling_rows import Job, Kind, SamplingRow, Table, chunk_rows, chunks, job_of
 from .transfer import to_device, to_host
-
-MIN_TEMPERATURE = 1e-5
-"""Temperatures above 0 but below this one count as this one."""
-
-CHUNK_ELEMENTS = {"cpu": 1 << 16}
-"""Rows × vocabulary that one pass over changed rows takes, by kind of device: bounds temporaries, suits caches."""
-
-CHUNK_ELEMENTS_ELSEWHERE = 1 << 22
 
 FEW = 1024
 """Where top-p keeps fewer tokens than this, which a CPU can look at, it does not sort the vocabulary."""
-
-
-@dataclass(frozen=True)
-class SamplingRow:
-    """One row to sample: its parameters, and what identifies and precedes this choice.
-
-    Attributes:
-        seed: decides the choice together with `step`; any integer, taken modulo 2^64. None when greedy.
-        key: unique id of the sequence.
-        step: how many tokens the sequence sampled before this one, those the host does not know yet included.
-        seen: token ids the request sees or was given (for the repetition penalty).
-        sampled: token ids the request has sampled, as far as the host knows; must be all `step` of them when a
-            sequence with penalties is new to the sampler, was forgotten, or comes with another step than the next.
-        banned: ids that must not be chosen now (terminating ids before `min_tokens`).
-    """
-
-    params: SamplingParams
-    seed: int | None
-    key: int
-    step: int
-    seen: SequenceOf[int]
-    sampled: SequenceOf[int]
-    banned: frozenset[int]
-
-    @property
-    def plain_greedy(self) -> bool:
-        p = self.params
-        return p.temperature == 0.0 and not (p.logit_bias or self.banned or penalised(p))
 
 
 @dataclass(frozen=True)
@@ -115,7 +77,7 @@ class Sampler:
         ids = argmax(logits)
         peaks = logits.gather(1, ids[:, None])  # NaN is the greatest of a row that holds one
         finite = _finite(peaks)[:, 0]
-        jobs = [job for i, row in enumerate(rows) if (job := _job(i, row, self._vocab)) is not None]
+        jobs = [job for i, row in enumerate(rows) if (job := job_of(i, row, self._vocab)) is not None]
         if jobs:
             self._process(logits, jobs, ids, finite, peaks)
         ids = ids * finite
@@ -130,16 +92,16 @@ class Sampler:
         """Drop what is held of a sequence that ended, or was preempted or rolled back. Unknown keys are no error."""
         self._counts.forget(key)
 
-    def _process(self, logits: Tensor, jobs: list[_Job], ids: Tensor, finite: Tensor, peaks: Tensor) -> None:
+    def _process(self, logits: Tensor, jobs: list[Job], ids: Tensor, finite: Tensor, peaks: Tensor) -> None:
         """Write the choices of rows that are not plain greedy over those of the argmax."""
-        counted = [job for job in jobs if penalised(job.row.params)]
+        counted = [job for job in jobs if job.row.penalised]
         for job, slot in zip(counted, self._counts.slots([job.row for job in counted]), strict=True):
             job.slot = slot
         jobs = sorted(jobs, key=lambda job: (job.group, job.top_k))
-        table = _Table.load(jobs, self._device)
-        for begin, end in _chunks(jobs, self._vocab, self._device):
+        table = Table.load(jobs, self._device)
+        for begin, end in chunks(jobs, self._vocab, self._device):
             chunk, some = jobs[begin:end], table.slice(begin, end)
-            if chunk[0].changed:
+            if chunk[0].row.changed:
                 scores, rows = logits.index_select(0, some.index), None
                 self._adjust(scores, chunk, some)
                 chosen = argmax(scores)
@@ -147,13 +109,13 @@ class Sampler:
             else:
                 scores, rows = logits, some.index
                 tops = peaks.index_select(0, some.index)
-            if chunk[0].kind is not _Kind.GREEDY:
+            if chunk[0].kind is not Kind.GREEDY:
                 chosen = self._draw(scores, rows, tops, chunk, some)
             ids.index_copy_(0, some.index, chosen)
             usable = finite.index_select(0, some.index) & _finite(tops)[:, 0]
             finite.index_copy_(0, some.index, usable)
 
-    def _adjust(self, scores: Tensor, jobs: SequenceOf[_Job], table: _Table) -> None:
+    def _adjust(self, scores: Tensor, jobs: SequenceOf[Job], table: Table) -> None:
         """Penalties, biases and banned ids, in place."""
         flat = scores.view(-1)
         params = [job.row.params for job in jobs]
@@ -179,7 +141,7 @@ class Sampler:
             flat.index_fill_(0, to_device(np.array(banned, np.int64), self._device), -torch.inf)
 
     def _draw(
-        self, scores: Tensor, rows: Tensor | None, peaks: Tensor, jobs: SequenceOf[_Job], table: _Table
+        self, scores: Tensor, rows: Tensor | None, peaks: Tensor, jobs: SequenceOf[Job], table: Table
     ) -> Tensor:
         """Draw token ids, int64 [n].
 
@@ -190,21 +152,21 @@ class Sampler:
         """
         temperature = table.column("temperature", scores.dtype)
         log_min_p = table.column("log_min_p", scores.dtype)
-        if jobs[0].kind is not _Kind.LIKELIEST and scores.device.type == "cuda":
-            top_p = table.column("top_p", torch.float64)[:, 0] if jobs[0].kind is _Kind.ALL_IN_ORDER else None
+        if jobs[0].kind is not Kind.LIKELIEST and scores.device.type == "cuda":
+            top_p = table.column("top_p", torch.float64)[:, 0] if jobs[0].kind is Kind.ALL_IN_ORDER else None
             columns = peaks[:, 0], table.key, temperature[:, 0], log_min_p[:, 0], top_p
             return draw(scores, *columns, rows)
         if rows is not None:
             scores = scores.index_select(0, rows)
         shifted = scores.sub_(peaks).div_(temperature)
-        if jobs[0].kind is not _Kind.RACE:
+        if jobs[0].kind is not Kind.RACE:
             return self._draw_in_order(shifted, jobs, table)
         noise = gumbel(table.key, self._weyl(), shifted.dtype)
         if any(job.row.params.min_p > 0.0 for job in jobs):
             noise.masked_fill_(shifted < log_min_p, -torch.inf)
         return argmax(noise.add_(shifted))
 
-    def _draw_in_order(self, shifted: Tensor, jobs: SequenceOf[_Job], table: _Table) -> Tensor:
+    def _draw_in_order(self, shifted: Tensor, jobs: SequenceOf[Job], table: Table) -> Tensor:
         ordered, ids, size = self._candidates(shifted, jobs, table)
         noise = gumbel(table.key, weyl(ids), shifted.dtype)
         dropped = torch.arange(ids.shape[1], device=self._device) >= size[:, None]
@@ -212,12 +174,12 @@ class Sampler:
         return ids.gather(1, first[:, None])[:, 0]
 
     def _candidates(
-        self, shifted: Tensor, jobs: SequenceOf[_Job], table: _Table
+        self, shifted: Tensor, jobs: SequenceOf[Job], table: Table
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The likeliest tokens in order, scores and ids [n, K], and how many of them stay, int64 [n]."""
         width = max(job.top_k for job in jobs)
         limits = table.top_k, table.column("log_min_p", shifted.dtype), table.column("top_p", torch.float64)
-        if self._device.type == "cpu" and jobs[0].kind is _Kind.ALL_IN_ORDER and width > FEW:
+        if self._device.type == "cpu" and jobs[0].kind is Kind.ALL_IN_ORDER and width > FEW:
             ordered, ids = likeliest(shifted, FEW)
             total = (mass(shifted) * (shifted >= limits[1])).sum(dim=-1)
             size = lengths(ordered, *limits, total)
@@ -240,7 +202,7 @@ class Sampler:
             return None
         most = min(self._vocab, max(rows[i].params.logprobs or 0 for i in wanted))
         index = to_device(np.array(wanted, np.int64), self._device)
-        size = _chunk_rows(self._vocab, self._device)
+        size = chunk_rows(self._vocab, self._device)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         for some in index.split(size):
             shifted = logits.index_select(0, some)
@@ -304,127 +266,5 @@ class _Logprobs:
         return found
 
 
-class _Kind(IntEnum):
-    GREEDY = 0
-    RACE = 1
-    LIKELIEST = 2
-    ALL_IN_ORDER = 3
-
-
-@dataclass(eq=False)
-class _Job:
-    """A row that is not plain greedy.
-
-    Attributes:
-        index: its row of the logits.
-        top_k: how many tokens top-k leaves; all of the vocabulary without it.
-        slot: its row of the penalty counts, if it has penalties.
-    """
-
-    index: int
-    row: SamplingRow
-    kind: _Kind
-    top_k: int
-    slot: int | None = None
-
-    @property
-    def group(self) -> tuple[_Kind, bool]:
-        """Jobs of one group are processed alike."""
-        return self.kind, self.changed
-
-    @property
-    def changed(self) -> bool:
-        """Whether its logits change before the choice."""
-        return self.slot is not None or bool(self.row.params.logit_bias or self.row.banned)
-
-
-def _job(index: int, row: SamplingRow, vocab_size: int) -> _Job | None:
-    if row.plain_greedy:
-        return None
-    p = row.params
-    if p.temperature == 0.0:
-        return _Job(index, row, _Kind.GREEDY, vocab_size)
-    if 0 < p.top_k < vocab_size:
-        return _Job(index, row, _Kind.LIKELIEST, p.top_k)
-    return _Job(index, row, _Kind.RACE if p.top_p >= 1.0 else _Kind.ALL_IN_ORDER, vocab_size)
-
-
-_INTEGERS = ("index", "key", "top_k", "slot")
-_NUMBERS = ("temperature", "log_min_p", "top_p", "repetition", "presence", "frequency")
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Parameters of jobs on the device: one transfer for all. int64 [columns, n]; numbers are the bits of float64."""
-
-    columns: Tensor
-
-    @classmethod
-    def load(cls, jobs: SequenceOf[_Job], device: torch.device) -> _Table:
-        integers = [(job.index, _key(job), job.top_k, job.slot or 0) for job in jobs]
-        numbers = [_numbers(job.row.params) for job in jobs]
-        parts = np.array(integers, np.int64), np.array(numbers, np.float64).view(np.int64)
-        host = np.ascontiguousarray(np.concatenate(parts, axis=1).T)
-        return cls(to_device(host, device))
-
-    def slice(self, begin: int, end: int) -> _Table:
-        return _Table(self.columns[:, begin:end])
-
-    @property
-    def index(self) -> Tensor:
-        return self.columns[0]
-
-    @property
-    def key(self) -> Tensor:
-        return self.columns[1]
-
-    @property
-    def top_k(self) -> Tensor:
-        return self.columns[2]
-
-    @property
-    def slot(self) -> Tensor:
-        return self.columns[3]
-
-    def column(self, name: str, dtype: torch.dtype) -> Tensor:
-        """[n, 1]"""
-        place = len(_INTEGERS) + _NUMBERS.index(name)
-        return self.columns[place].view(torch.float64).to(dtype)[:, None]
-
-
-def _key(job: _Job) -> int:
-    """The row's stream key as a signed integer; 0 where nothing is drawn."""
-    if job.kind is _Kind.GREEDY:
-        return 0
-    assert job.row.seed is not None, "a row with a temperature has a seed"
-    key = stream_key(job.row.seed, job.row.step)
-    return key - 2**64 if key >= 2**63 else key
-
-
-def _numbers(p: SamplingParams) -> tuple[float, ...]:
-    """In the order of _NUMBERS."""
-    return (
-        max(p.temperature, MIN_TEMPERATURE),
-        math.log(p.min_p) if p.min_p > 0.0 else -math.inf,
-        p.top_p if p.top_p < 1.0 else math.inf,
-        p.repetition_penalty,
-        p.presence_penalty,
-        p.frequency_penalty,
-    )
-
-
 def _finite(values: Tensor) -> Tensor:
     return (values - values) == 0  # fewer operations than isfinite
-
-
-def _chunk_rows(vocab_size: int, device: torch.device) -> int:
-    return max(1, CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS_ELSEWHERE) // vocab_size)
-
-
-def _chunks(jobs: SequenceOf[_Job], vocab_size: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of jobs of one group, of bounded size."""
-    size, begin = _chunk_rows(vocab_size, device), 0
-    for end in range(1, len(jobs) + 1):
-        if end == len(jobs) or jobs[end].group != jobs[begin].group or end - begin == size:
-            yield begin, end
-            begin = end

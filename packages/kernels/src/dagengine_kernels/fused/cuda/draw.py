@@ -1,7 +1,7 @@
 """Drawing tokens by the Gumbel-max trick, of all tokens or of those that top-p keeps (csrc/cuda/draw.cu).
 
-Knows scores, temperatures and keys of random numbers on one CUDA device; not where they come from. A row's token depends
-on nothing of the other rows.
+Knows scores, temperatures and keys of random numbers on one CUDA device; not where they come from. A row's token
+depends on nothing of the other rows.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def draw(
         keys: int64 [n].
         temperatures: float32 [n], above 0.
         least: float32 [n], at most 0: tokens whose scaled score is below are not drawn; minus infinity keeps all.
-        top_p: float64 [n]: of these, only the likeliest are drawn whose mass reaches this share, of equal ones the lowest
-            ids; infinity keeps all. None does so for all rows, and costs nothing.
+        top_p: float64 [n]: of these, only the likeliest are drawn whose mass reaches this share, of equal ones the
+            lowest ids; infinity keeps all. None does so for all rows, and costs nothing.
         rows: int64 [n], which rows of `scores`; all in order (n = R) by default.
     Returns: int64 [n]; V - 1 for a row without any score above minus infinity, or with a peak that is no number.
     Raises: KernelError (invalid_argument, backend_not_loadable).
