@@ -18,6 +18,9 @@ MASS_BITS = 42
 
 MAX_VOCAB = 1 << (63 - MASS_BITS)
 
+GROUP = 16
+"""Tokens of which a CPU looks at the greatest first."""
+
 _LOW = 2**32 - 1
 
 
@@ -74,10 +77,21 @@ def lengths(
 
 
 def _likeliest_of(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
-    """`likeliest` of one row on a CPU, where numpy selects many times faster than torch: the ids."""
+    """`likeliest` of one row on a CPU, where numpy selects many times faster than torch: the ids.
+
+    The greatest of each of many groups of tokens are as many scores, so the `count`-th of them is no more than the
+    `count`-th of all: most tokens are below, and only the rest is looked at closely.
+    """
+    width = len(scores) // GROUP
+    if 4 * count <= width:
+        tops = scores[: GROUP * width].reshape(GROUP, width).max(axis=0)
+        ids = np.flatnonzero(~(scores < np.partition(tops, width - count)[width - count]))
+        scores = scores[ids]
+    else:
+        ids = np.arange(len(scores))
     least = np.partition(scores, len(scores) - count)[len(scores) - count]
-    ids = np.flatnonzero(~(scores < least))  # all of a row whose NaN took the last places
-    return ids[np.argsort(-scores[ids], kind="stable")[:count]]
+    rest = np.flatnonzero(~(scores < least))  # all of a row whose NaN took the last places
+    return ids[rest[np.argsort(-scores[rest], kind="stable")[:count]]]
 
 
 def _order_keys(scores: Tensor) -> Tensor:
