@@ -12,7 +12,11 @@ wrap-around.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 GAMMA = 0x9E3779B97F4A7C15
@@ -24,21 +28,22 @@ _SIGN = 2**63
 _LARGEST_BELOW_1 = 1 - 2**-24
 
 
-def mix64(z: int) -> int:
-    """SplitMix64's output function, a bijection of the 64-bit integers."""
-    z = ((z ^ (z >> 30)) * _FIRST) & _MASK
-    z = ((z ^ (z >> 27)) * _SECOND) & _MASK
-    return z ^ (z >> 31)
+def stream_keys(seeds: Sequence[int], steps: Sequence[int]) -> NDArray[np.int64]:
+    """What decides all random numbers of a step of a sequence: the bits of `key` above, for each seed and step.
+
+    Args:
+        seeds: any integers, taken modulo 2^64.
+        steps: 0 or more, as many.
+    """
+    base = _output(np.array([seed & _MASK for seed in seeds], np.uint64), np.uint64(0))
+    return _output(base, np.array(steps, np.uint64)).view(np.int64)
 
 
-def output(state: int, index: int) -> int:
-    """Output `index` (from 0) of SplitMix64 that starts from `state`, in [0, 2^64)."""
-    return mix64((state + (index + 1) * GAMMA) & _MASK)
-
-
-def stream_key(seed: int, step: int) -> int:
-    """What decides all random numbers of one step of one sequence, in [0, 2^64). Any integer is a seed, modulo 2^64."""
-    return output(output(seed & _MASK, 0), step)
+def _output(state: NDArray[np.uint64], index: NDArray[np.uint64] | np.uint64) -> NDArray[np.uint64]:
+    z = state + (index + np.uint64(1)) * np.uint64(GAMMA)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
+    return z ^ (z >> np.uint64(31))
 
 
 def weyl(ids: Tensor) -> Tensor:
@@ -50,7 +55,7 @@ def bits(keys: Tensor, offsets: Tensor) -> Tensor:
     """Output `id` of SplitMix64 from each key.
 
     Args:
-        keys: int64 [n], the bits of `stream_key`.
+        keys: int64 [n], `stream_keys`.
         offsets: int64 [V] or [n, V], `weyl` of the ids.
     Returns: int64 [n, V].
     """

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .rng import stream_key
+from .rng import stream_keys
 from .sampling import SamplingParams
 from .transfer import to_device
 
@@ -121,10 +121,13 @@ class Table:
 
     @classmethod
     def load(cls, jobs: SequenceOf[Job], device: torch.device) -> Table:
-        integers = [(job.index, _key(job), job.top_k, job.slot or 0) for job in jobs]
-        numbers = [_numbers(job.row.params) for job in jobs]
-        parts = np.array(integers, np.int64), np.array(numbers, np.float64).view(np.int64)
-        host = np.ascontiguousarray(np.concatenate(parts, axis=1).T)
+        rows = [job.row for job in jobs]
+        host = np.empty((len(_INTEGERS) + len(_NUMBERS), len(jobs)), np.int64)
+        host[0] = [job.index for job in jobs]
+        host[1] = stream_keys([_seed(job) for job in jobs], [row.step for row in rows])
+        host[2] = [job.top_k for job in jobs]
+        host[3] = [job.slot or 0 for job in jobs]
+        host[4:] = np.array([_numbers(row.params) for row in rows], np.float64).T.copy().view(np.int64)
         return cls(to_device(host, device))
 
     def slice(self, begin: int, end: int) -> Table:
@@ -152,13 +155,12 @@ class Table:
         return self.columns[place].view(torch.float64).to(dtype)[:, None]
 
 
-def _key(job: Job) -> int:
-    """The row's stream key as a signed integer; 0 where nothing is drawn."""
+def _seed(job: Job) -> int:
+    """Of the row; 0 where nothing is drawn."""
     if job.kind is Kind.GREEDY:
         return 0
     assert job.row.seed is not None, "a row with a temperature has a seed"
-    key = stream_key(job.row.seed, job.row.step)
-    return key - 2**64 if key >= 2**63 else key
+    return job.row.seed
 
 
 def _numbers(p: SamplingParams) -> tuple[float, ...]:
