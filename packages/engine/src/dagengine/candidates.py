@@ -36,6 +36,21 @@ def argmax(scores: Tensor) -> Tensor:
     return scores.argmax(dim=-1)
 
 
+def greatest(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The argmax of each row [n, V], int64 [n]; its score, [n, 1]; and whether that is finite, bool [n].
+
+    It is not where the row holds NaN, plus infinity, or minus infinity alone.
+    """
+    if scores.device.type == "cpu":
+        array = scores.numpy()
+        ids = array.argmax(-1)
+        values = array[np.arange(len(array)), ids]
+        return torch.from_numpy(ids), torch.from_numpy(values)[:, None], torch.from_numpy(np.isfinite(values))
+    chosen = scores.argmax(dim=-1)
+    peaks = scores.gather(1, chosen[:, None])
+    return chosen, peaks, (peaks - peaks == 0)[:, 0]  # fewer operations than isfinite
+
+
 def likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The first `count` of each row in order.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dagengine_kernels.fused.cuda.draw import draw
 
-from .candidates import MASS_BITS, MAX_VOCAB, argmax, lengths, likeliest, mass
+from .candidates import MASS_BITS, MAX_VOCAB, argmax, greatest, lengths, likeliest, mass
 from .penalties import PenaltyCounts
 from .request import TokenLogprob
 from .rng import gumbel, weyl
@@ -74,9 +74,7 @@ class Sampler:
         assert logits.shape[0] == len(rows) and logits.shape[1] >= self._vocab
         if logits.shape[1] > self._vocab:
             logits = logits[:, : self._vocab]
-        ids = argmax(logits)
-        peaks = logits.gather(1, ids[:, None])  # NaN is the greatest of a row that holds one
-        finite = _finite(peaks)[:, 0]
+        ids, peaks, finite = greatest(logits)
         jobs = [job for i, row in enumerate(rows) if (job := job_of(i, row, self._vocab)) is not None]
         if jobs:
             self._process(logits, jobs, ids, finite, peaks)
@@ -104,16 +102,14 @@ class Sampler:
             if chunk[0].row.changed:
                 scores, rows = logits.index_select(0, some.index), None
                 self._adjust(scores, chunk, some)
-                chosen = argmax(scores)
-                tops = scores.gather(1, chosen[:, None])
+                chosen, tops, usable = greatest(scores)
+                finite.index_copy_(0, some.index, finite.index_select(0, some.index) & usable)
             else:
                 scores, rows = logits, some.index
                 tops = peaks.index_select(0, some.index)
             if chunk[0].kind is not Kind.GREEDY:
                 chosen = self._draw(scores, rows, tops, chunk, some)
             ids.index_copy_(0, some.index, chosen)
-            usable = finite.index_select(0, some.index) & _finite(tops)[:, 0]
-            finite.index_copy_(0, some.index, usable)
 
     def _adjust(self, scores: Tensor, jobs: SequenceOf[Job], table: Table) -> None:
         """Penalties, biases and banned ids, in place."""
@@ -264,7 +260,3 @@ class _Logprobs:
             pairs = list(zip(top_ids, top, strict=True))[: rows[i].params.logprobs or 0]
             found[i] = TokenLogprob(ids[i], chosen, tuple(pair for pair in pairs if math.isfinite(pair[1])))
         return found
-
-
-def _finite(values: Tensor) -> Tensor:
-    return (values - values) == 0  # fewer operations than isfinite
