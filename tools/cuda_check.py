@@ -24,7 +24,7 @@ from pathlib import Path
 from dagengine_kernels.errors import KernelError
 from dagengine_kernels.fused.cuda import driver
 
-SOURCES = ("append", "merge", "transform", "advance", "attend")
+SOURCES = ("append", "merge", "transform", "advance", "attend", "draw")
 ARCHITECTURE = "sm_90a"
 
 

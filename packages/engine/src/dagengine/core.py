@@ -26,7 +26,6 @@ from dagengine_kernels import AttentionBackend, get_backend
 from dagengine_kvstore import KVStore, KVStoreError, NodeRecord
 from dagengine_positions import ModelAdapter, ModelGeometry
 
-from ._sampling_now import NonFiniteLogits, Sampled, Sampler
 from .attention import choose_backend
 from .config import EngineConfig
 from .errors import DagError, as_dag_error
@@ -35,6 +34,7 @@ from .prepare import Preparer, ResolvedRef
 from .request import ContextRef, Event, FinishedEvent, Keep, Request, check_parent, check_request
 from .runner import Chunk, Runner
 from .running import RunningRequest
+from .sampler import NonFiniteLogits, Sampled, Sampler
 from .scheduler import Scheduler, work_ids
 from .sequence import Sequence
 from .stats import EngineStats

@@ -22,8 +22,8 @@ from torch import Tensor
 from dagengine_kernels import AttentionBackend
 from dagengine_kvstore import KVStore
 
-from ._sampling_now import NonFiniteLogits, PendingSample, Sampled, Sampler
 from .runner import Chunk, Runner
+from .sampler import NonFiniteLogits, PendingSample, Sampled, Sampler
 from .sequence import Sequence
 
 log = logging.getLogger("dagengine")

@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 
 from dagengine_kvstore import Read
 
-from ._sampling_now import Sampled, SamplingRow
 from .detokenizer import IncrementalDetokenizer
 from .prepare import Prepared
 from .request import Choice, DagInfo, Request, Timing, TokenEvent, TokenLogprob
+from .rng import GAMMA
+from .sampler import Sampled, SamplingRow
 from .sampling import SamplingParams
 from .tokenizer import Tokenizer
 from .work import Phase, Work
 
-SEED_STRIDE = 0x9E3779B97F4A7C15
+SEED_STRIDE = GAMMA
 """Answers of one request draw from seeds this far apart (2^64 over the golden ratio, rounded to odd)."""
 
 
