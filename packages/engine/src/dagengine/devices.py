@@ -46,13 +46,11 @@ def place(config: EngineConfig, geometry: ModelGeometry, checkpoint_dtype: str |
     Raises:
         DagError: `unsupported` or `invalid_request` naming `device`, for a device that this machine does not have.
     """
-    if config.device == "cpu":
-        return _on(torch.device("cpu"), config, checkpoint_dtype, "asked for")
     if config.device != "auto":
-        return _on(_cuda(config.device), config, checkpoint_dtype, "asked for")
+        return _on(find_device(config.device), config, checkpoint_dtype, "asked for")
     if (missing := why_no_cuda()) is not None:
         return _on(torch.device("cpu"), config, checkpoint_dtype, missing)
-    found = _on(_cuda("cuda"), config, checkpoint_dtype, "the GPU is there")
+    found = _on(find_device("cuda"), config, checkpoint_dtype, "the GPU is there")
     refused = _refusal(config, geometry, found)
     if refused is None:
         return found
@@ -96,7 +94,14 @@ def describe(device: torch.device) -> tuple[str, dict[str, str]]:
     return line, versions
 
 
-def _cuda(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device of a name: `cpu`, `cuda`, `cuda:N`, or `auto`, here the GPU wherever there is one.
+
+    Raises:
+        DagError: naming `device`: `unsupported` without CUDA, `invalid_request` for a GPU that is not there.
+    """
+    if name == "cpu" or (name == "auto" and why_no_cuda() is not None):
+        return torch.device("cpu")
     if (missing := why_no_cuda()) is not None:
         raise DagError("unsupported", f"device {name} cannot be used: {missing}", "device")
     count = torch.cuda.device_count()

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from dagengine_positions import geometry_from_config
 
-from .devices import DTYPES
+from .devices import DTYPES, find_device
 from .errors import DagError
 from .models.registry import model_class
 from .weights import INDEX, SINGLE, DummySource, fused_shape
@@ -150,11 +150,11 @@ def write_model(
 
     Args:
         seed: with the device's type it decides the weights, as it does for `load_format="dummy"`.
-        device: where they are drawn, `cpu`, `cuda` or `cuda:N`.
+        device: where they are drawn, as `EngineConfig.device` names it.
         shard_bytes: a file holds no more, unless one tensor is larger; several files come with an index.
 
     Raises:
-        DagError: `invalid_request` where the folder holds weights already.
+        DagError: `invalid_request` where the folder holds weights already; a device that is not there.
     """
     if (folder / INDEX).exists() or any(folder.glob("*.safetensors")):
         raise DagError(
@@ -162,7 +162,7 @@ def write_model(
         )
     dtype = DTYPES[str(config.get("torch_dtype") or "float32")]
     source = DummySource(
-        seed, dtype=dtype, device=torch.device(device), tied=bool(config.get("tie_word_embeddings"))
+        seed, dtype=dtype, device=find_device(device), tied=bool(config.get("tie_word_embeddings"))
     )
     shards = _shards(tensors_of(config), dtype.itemsize, shard_bytes)
     write_config(folder, config)
