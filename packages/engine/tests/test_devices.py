@@ -16,7 +16,6 @@ from dagengine.devices import describe, place, use_device
 from dagengine.weights import SafetensorsSource
 
 SMALL: dict[str, Any] = {"load_format": "dummy", "seed": 1, "page_size": 4, "kv_pages": 64}
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @pytest.fixture
@@ -41,7 +40,6 @@ def test_a_name_that_is_no_device_is_refused(name: Any) -> None:
     assert "cuda:N" in refused.value.message
 
 
-@NO_GPU
 @pytest.mark.parametrize("name", ["cuda", "cuda:0"])
 def test_a_gpu_that_is_not_there_is_refused_with_the_reason(model_folder: Path, name: str) -> None:
     with pytest.raises(DagError) as refused:
@@ -50,7 +48,6 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_reason(model_folder: Path, 
     assert "CUDA" in refused.value.message
 
 
-@NO_GPU
 def test_auto_is_the_cpu_without_a_gpu_and_the_log_says_why(
     model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,3 +170,14 @@ def test_the_engines_thread_uses_the_gpu_of_its_model(tmp_path: Path) -> None:
     with LLM(folder, device="cuda:1", kv_pages=64) as llm:
         assert len(llm.generate([1, 2, 3], max_tokens=4, temperature=0.0, ignore_eos=True).token_ids) == 4
         assert llm.engine.call(lambda core: torch.cuda.current_device()).result() == 1
+
+
+def test_why_there_is_no_gpu_is_what_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert devices.why_no_cuda() == "this torch was built without CUDA"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert devices.why_no_cuda() == "torch finds no CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert devices.why_no_cuda() is None

@@ -15,6 +15,7 @@ WHERE = Circumstances("a machine", {"python": "3"}, "abc", "dagengine bench dag"
 SMALL = ["--fragments", "3", "--fragment-length", "9", "--question", "4", "--decode", "3", "--prompt", "5"]
 SMALL += ["--answer", "12", "--streams", "2", "--readers", "3", "--shared", "20", "--repeats", "2"]
 SMALL += ["--baseline-repeats", "1", "--page-size", "4", "--threads", "1", "--no-transformers"]
+SMALL += ["--device", "cpu"]
 
 
 def test_every_part_gives_whole_figures(
