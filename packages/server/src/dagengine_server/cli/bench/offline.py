@@ -26,7 +26,7 @@ from .lengths import Lengths, check_distribution, fixed, sharegpt
 from .peers import PEERS, Peer
 from .publish import publish
 from .record import Figure, circumstances, command_line
-from .report import Bar, ratio_of
+from .report import Bar, ratio_of, value_of
 
 if TYPE_CHECKING:
     from .bandwidth import Bandwidth
@@ -35,11 +35,31 @@ if TYPE_CHECKING:
 STREAMS = (1, 8, 64)
 ENGINES = ("dagengine", *PEERS)
 FLOOR = "its bytes at the measured bandwidth"
+PUBLISHED = {
+    "llama-3.1-8b": {1: 192.0, 8: 1208.0, 64: 3280.0, 256: 3913.0},
+    "qwen3-0.6b": {1: 501.0, 8: 4054.0, 64: 11966.0, 256: 14789.0},
+}
+"""Output tokens a second at so many streams of 1,024 and 128 tokens: the better of vLLM 0.26.0 and SGLang 0.5.17 on an H200,
+2026-11-29, with random weights in bfloat16, CUDA graphs and prefix caching."""
+
+PREFILL = 45_000.0
 BARS = (
-    Bar("single-stream decode step, 8B shape", "llama-3.1-8b, 1 stream", "time per token", FLOOR, ratio_of, 1.2,
+    Bar("single-stream decode step, 8B shape", "llama-3.1-8b, 1 stream,", "time per token", FLOOR, ratio_of, 1.2,
         "x", False),
-    Bar("decode step of 64 streams, 8B shape", "llama-3.1-8b, 64 streams", "decode step", FLOOR, ratio_of, 1.25,
+    Bar("decode step of 64 streams, 8B shape", "llama-3.1-8b, 64 streams,", "decode step", FLOOR, ratio_of, 1.25,
         "x", False),
+    *(
+        Bar(f"prefill of {n} x 1024 on an H200, 8B shape", f"llama-3.1-8b, {n} streams, {n} requests, in 1024,",
+            "prefill rate", None, value_of, PREFILL, "tokens/s", True)
+        for n in (8, 64)
+    ),
+    *(
+        Bar(f"{shape}, {n} stream{'s' if n > 1 else ''} on an H200: the better peer",
+            f"{shape}, {n} stream{'s' if n > 1 else ''}, {n} requests, in 1024, out 128", "output rate", None,
+            value_of, rate, "tokens/s", True)
+        for shape, rates in PUBLISHED.items()
+        for n, rate in rates.items()
+    ),
 )  # fmt: skip
 
 

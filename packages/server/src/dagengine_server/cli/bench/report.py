@@ -117,6 +117,14 @@ BARS = (
         "KV of 32 readers of one 4k state against one copy and own tails",
         "32 readers", "KV bytes in use", "one copy and own tails", ratio_of, 1.02, "x", False,
     ),
+    Bar(
+        "KV of 64 readers of one 32k state against one copy and own tails",
+        "64 readers of one state of 32768", "KV bytes in use", "one copy and own tails", ratio_of, 1.02, "x", False,
+    ),
+    Bar(
+        "a step of 64 readers of one 32k state against a step of one",
+        "64 readers of one state of 32768", "time per token", "one reader", ratio_of, 1.3, "x", False,
+    ),
 )  # fmt: skip
 
 
