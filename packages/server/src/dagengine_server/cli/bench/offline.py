@@ -39,8 +39,8 @@ PUBLISHED = {
     "llama-3.1-8b": {1: 192.0, 8: 1208.0, 64: 3280.0, 256: 3913.0},
     "qwen3-0.6b": {1: 501.0, 8: 4054.0, 64: 11966.0, 256: 14789.0},
 }
-"""Output tokens a second at so many streams of 1,024 and 128 tokens: the better of vLLM 0.26.0 and SGLang 0.5.17 on an H200,
-2026-11-29, with random weights in bfloat16, CUDA graphs and prefix caching."""
+"""Output tokens a second at so many streams of 1,024 and 128 tokens: the better of vLLM 0.26.0 and SGLang 0.5.17 on an
+H200, 2026-11-29, with random weights in bfloat16, CUDA graphs and prefix caching."""
 
 PREFILL = 45_000.0
 BARS = (
