@@ -24,7 +24,17 @@ from pathlib import Path
 from dagengine_kernels.errors import KernelError
 from dagengine_kernels.fused.cuda import driver
 
-SOURCES = ("append", "merge", "transform", "advance", "attend")
+SOURCES = (
+    "append",
+    "merge",
+    "transform",
+    "advance",
+    "attend",
+    "skinny",
+    "tiled",
+    "norm",
+    "gate",
+)
 ARCHITECTURE = "sm_90a"
 
 
