@@ -321,6 +321,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ("bias", lambda: CudaLinear(weight, torch.zeros(5, device="cuda"))),
         ("bias", lambda: CudaLinear(weight, torch.zeros(6))),
         ("norm", lambda: CudaLinear(weight, norm=torch.zeros(5, device="cuda"))),
+        ("few_rows", lambda: CudaLinear(weight, few_rows=65)),
         ("x", lambda: layer(x[:, :3])),
         ("x", lambda: layer(x.half())),
         ("x", lambda: layer(x.cpu())),

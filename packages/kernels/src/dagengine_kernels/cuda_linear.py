@@ -41,6 +41,7 @@ class CudaLinear:
         eps: of the norm.
         gated: whether y = silu(gate) * up.
         batch_invariant: whether a row's bits are to be the same in every batch.
+        few_rows: up to how many rows skinny.cu is used, at most FEW_ROWS.
     Raises: KernelError (invalid_argument).
     """
 
@@ -53,6 +54,7 @@ class CudaLinear:
         eps: float = 0.0,
         gated: bool = False,
         batch_invariant: bool = False,
+        few_rows: int = FEW_ROWS,
     ) -> None:
         if weight.ndim != 2 or weight.dtype not in DTYPES or weight.device.type != "cuda":
             raise KernelError(
@@ -71,7 +73,10 @@ class CudaLinear:
         if norm is not None and self.num_inputs > rms.MAX_INPUTS:
             message = f"is of at most {rms.MAX_INPUTS} inputs, not {self.num_inputs}"
             raise KernelError(INVALID_ARGUMENT, message, "norm")
+        if not 0 <= few_rows <= FEW_ROWS:
+            raise KernelError(INVALID_ARGUMENT, f"must be 0 to {FEW_ROWS}, is {few_rows}", "few_rows")
         self.num_outputs = rows // 2 if gated else rows
+        self._few_rows = few_rows
         self.batch_invariant = batch_invariant
         self._layer = Layer(
             weight=_padded(weight, STEP).contiguous(),
@@ -120,7 +125,7 @@ class CudaLinear:
         if rows == 0:
             return torch.empty(0, self.num_outputs, dtype=dtype, device=x.device)
         chosen = None
-        if rows <= FEW_ROWS:
+        if rows <= self._few_rows:
             chosen = skinny.layout(rows, layer.steps, self.num_outputs, layer.gated, self._sms)
         if chosen is None and not self.batch_invariant:
             return self._by_cublas(self._normed(x), residual, dtype)

@@ -58,6 +58,9 @@ class Layout:
     clusters: int
     shared_bytes: int
 
+    def macros(self) -> dict[str, int]:
+        return {"CLUSTER": self.cluster, "MT": self.mt, "NT": self.nt, "DEPTH": self.depth}
+
 
 @functools.lru_cache(maxsize=4096)
 def layout(
@@ -114,14 +117,7 @@ def multiply(
     """Queue y [T, outputs] of x; `Layer.params` says what they must be. `norm`: x is yet to be normed."""
     if norm and len(x) > NORM_ROWS:
         raise KernelError(INVALID_ARGUMENT, f"norms at most {NORM_ROWS} rows, not {len(x)}", "x")
-    macros = {
-        **layer.macros(y.dtype),
-        "CLUSTER": chosen.cluster,
-        "MT": chosen.mt,
-        "NT": chosen.nt,
-        "DEPTH": chosen.depth,
-        "NORM": int(norm),
-    }
+    macros = layer.macros(y.dtype) | chosen.macros() | {"NORM": int(norm)}
     found = _kernel(tuple(macros.items()), y.device.index)
     found.launch(
         (chosen.clusters * chosen.cluster, 1, 1),
@@ -163,14 +159,6 @@ def _variants() -> Iterator[Variant]:
 
 
 def _variant(chosen: Layout, dtype: int, out_type: int, gated: bool, norm: bool) -> Variant:
-    macros = {
-        "DTYPE": dtype,
-        "OUT_TYPE": out_type,
-        "GATED": int(gated),
-        "CLUSTER": chosen.cluster,
-        "MT": chosen.mt,
-        "NT": chosen.nt,
-        "DEPTH": chosen.depth,
-        "NORM": int(norm),
-    }
+    of_layer = {"DTYPE": dtype, "OUT_TYPE": out_type, "GATED": int(gated)}
+    macros = of_layer | chosen.macros() | {"NORM": int(norm)}
     return Variant("skinny", "skinny", tuple(macros.items()))
