@@ -19,12 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
+from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
+from dagengine_kernels.fused import native
 from dagengine_kernels.fused.cuda import gate, skinny, tiled
 from dagengine_kernels.fused.cuda import norm as rms
 from dagengine_kernels.fused.cuda.products import STEP, Layer
 
 DTYPES = (torch.float16, torch.bfloat16)
+
+CAPABILITIES = (9, 10)
+"""Of devices that have clusters of blocks and 227 KiB of shared memory per block."""
 
 FEW_ROWS = 64
 """Up to this many rows skinny.cu is the fastest: cuBLAS wins from FEW_ROWS + 1 on."""
@@ -42,7 +46,7 @@ class CudaLinear:
         gated: whether y = silu(gate) * up.
         batch_invariant: whether a row's bits are to be the same in every batch.
         few_rows: up to how many rows skinny.cu is used, at most FEW_ROWS.
-    Raises: KernelError (invalid_argument).
+    Raises: KernelError (invalid_argument, or capability_missing where `unavailable` says why).
     """
 
     def __init__(
@@ -60,6 +64,9 @@ class CudaLinear:
             raise KernelError(
                 INVALID_ARGUMENT, "must be half or bfloat16 [out, in] on a CUDA device", "weight"
             )
+        reason = self.unavailable(weight)
+        if reason is not None:
+            raise KernelError(UNSUPPORTED, reason, "weight")
         rows, self.num_inputs = weight.shape
         if not rows or not self.num_inputs or (gated and rows % 2):
             message = (
@@ -91,6 +98,16 @@ class CudaLinear:
         self._bias = bias.contiguous() if bias is not None and exact else None
         self._bias_is_exact = exact
         self._sms = torch.cuda.get_device_properties(weight.device).multi_processor_count
+
+    @staticmethod
+    def unavailable(weight: Tensor) -> str | None:
+        """Why a layer of this weight cannot be made in this installation; None if it can."""
+        if weight.device.type != "cuda" or weight.dtype not in DTYPES:
+            return f"takes half and bfloat16 on a CUDA device, not {weight.dtype} on {weight.device}"
+        capability = torch.cuda.get_device_capability(weight.device)
+        if capability[0] not in CAPABILITIES:
+            return "needs compute capability 9.x or 10.x, this device has {}.{}".format(*capability)
+        return native.why_missing()
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, *, dtype: torch.dtype | None = None

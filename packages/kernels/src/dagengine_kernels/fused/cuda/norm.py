@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
+from dagengine_kernels.fused import native
 from dagengine_kernels.fused.cuda.driver import Kernel, Variant, kernel
 from dagengine_kernels.fused.cuda.vectors import DTYPES
 
@@ -27,6 +28,15 @@ class _Params(ctypes.Structure):
         ("inputs", ctypes.c_int),
         ("eps", ctypes.c_float),
     )
+
+
+def takes(x: Tensor) -> bool:
+    """Whether `rms_norm` runs here on x."""
+    if x.ndim != 2 or x.dtype not in (torch.float16, torch.bfloat16) or x.device.type != "cuda":
+        return False
+    right = x.shape[1] % 8 == 0 and 0 < x.shape[1] <= MAX_INPUTS
+    aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return right and aligned and native.why_missing() is None and _capable(x.device)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, inputs: int | None = None, pdl: bool = True) -> Tensor:
@@ -80,6 +90,11 @@ def shape(columns: int) -> tuple[int, int]:
     vectors = columns // 8
     lanes = min(THREADS, max(32, 1 << (vectors - 1).bit_length()))
     return lanes, -(-vectors // lanes)
+
+
+@functools.cache
+def _capable(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @functools.cache
