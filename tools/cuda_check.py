@@ -24,7 +24,18 @@ from pathlib import Path
 from dagengine_kernels.errors import KernelError
 from dagengine_kernels.fused.cuda import driver
 
-SOURCES = ("append", "merge", "transform", "advance", "attend", "draw")
+SOURCES = (
+    "append",
+    "merge",
+    "transform",
+    "advance",
+    "attend",
+    "draw",
+    "skinny",
+    "tiled",
+    "norm",
+    "gate",
+)
 ARCHITECTURE = "sm_90a"
 
 

@@ -36,7 +36,10 @@ def nvcc():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("source", ["append", "merge", "transform", "advance", "attend", "draw"])
+@pytest.mark.parametrize(
+    "source",
+    ["append", "merge", "transform", "advance", "attend", "draw", "skinny", "tiled", "norm", "gate"],
+)
 def test_kernels_compile_without_spills(gate, nvcc, source):
     built = gate.check(gate.listed([source]), nvcc)
     assert built

@@ -32,11 +32,11 @@ from dagengine_positions import (
 
 from .config import POOL_SIZES, EngineConfig
 from .core import EngineCore, Observer
+from .cuda_runner import make_runner
 from .devices import place, use_device
 from .errors import DagError, as_dag_error
 from .memory import gib_of, num_pages
 from .models.registry import Model, model_class
-from .runner import Runner
 from .tokenizer import Tokenizer
 from .weights import Closing, DummySource, SafetensorsSource, stored_dtype
 
@@ -245,7 +245,15 @@ def assemble(
             max_model_len=max_model_len,
         ),
         store,
-        Runner(model, geometry, arena, max_positions=max_model_len, device=device),
+        make_runner(
+            model,
+            geometry,
+            arena,
+            max_positions=max_model_len,
+            device=device,
+            max_num_seqs=config.max_num_seqs,
+            enforce_eager=config.enforce_eager,
+        ),
         geometry,
         adapter or adapter_for(geometry),
         signature(geometry, identity, dtype, max_model_len),

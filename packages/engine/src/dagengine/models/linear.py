@@ -4,6 +4,8 @@
 
     bfloat16 on a CPU     `PackedLinear` of the kernels, which does all of it in one pass over the weight;
                           oneDNN's packed product on CPUs with matrix units, or where the kernels are not compiled
+    half, bfloat16 on a GPU
+                          `CudaLinear` of the kernels, where it runs
     anything else         `DenseLinear`
 
 Sums are in float32 at least.
@@ -19,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dagengine_kernels.cuda_linear import CudaLinear
 from dagengine_kernels.linear import PackedLinear
 
+from ..errors import DagError
 from .norm import RMSNorm
 
 
@@ -39,6 +43,7 @@ def make_linear(
     norm: RMSNorm | None = None,
     gated: bool = False,
     shared: bool = False,
+    batch_invariant: bool = False,
 ) -> Linear:
     """The layer of a weight [out, in], the layout of checkpoints.
 
@@ -47,15 +52,22 @@ def make_linear(
         norm: what x goes through first.
         gated: the weight holds the gate's rows, then up's; y has half as many outputs.
         shared: something else holds the weight too; it is copied only where that pays.
+        batch_invariant: a row's result must have the same bits in every batch.
+    Raises: DagError (unsupported) where nothing is batch_invariant.
     """
+    norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    if CudaLinear.unavailable(weight) is None:
+        return CudaLinear(
+            weight, bias, norm=norm_weight, eps=eps, gated=gated, batch_invariant=batch_invariant
+        )
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
-        if _has_matrix_units() or PackedLinear.unavailable() is not None:
-            if _onednn_multiplies_bfloat16():
-                return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight), bias, norm, gated)
-        elif norm is None:
-            return PackedLinear(weight, bias, gated=gated)
-        else:
-            return PackedLinear(weight, bias, norm=norm.weight, eps=norm.eps, gated=gated)
+        if PackedLinear.unavailable() is None and (batch_invariant or not _has_matrix_units()):
+            return PackedLinear(weight, bias, norm=norm_weight, eps=eps, gated=gated)
+        if not batch_invariant and _onednn_multiplies_bfloat16():
+            return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight), bias, norm, gated)
+    if batch_invariant:
+        message = f"products of {weight.dtype} on {weight.device.type} depend on how many rows there are"
+        raise DagError("unsupported", message, "batch_invariant")
     return DenseLinear(weight.t() if shared else weight.t().contiguous(), bias, norm, gated)
 
 

@@ -1,0 +1,194 @@
+"""A layer's product with a half or bfloat16 weight on a CUDA device, with what stands around it. Knows no models.
+
+    y = act(norm(x) W + b) + residual        act: the identity, or silu(gate) * up of a gated layer
+
+    rows of x                     product                                  norm                    gate
+    1 .. FEW_ROWS                 skinny.cu, at the speed of the weight    up to 8 rows inside     inside
+    more                          cuBLAS through torch                     norm.cu                 gate.cu
+    more, batch_invariant         tiled.cu, with skinny.cu's bits          norm.cu                 inside
+
+Sums are in float32. A normed x is rounded to the weight's dtype, and y once, the residual included; only cuBLAS's
+products of a gated layer are rounded before the gate as well. With `batch_invariant` a row's bits depend neither on the
+number of rows nor on its place among them. The RMS norm is that of Zhang and Sennrich, 2019; the gate that of Shazeer,
+2020.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
+from dagengine_kernels.fused import native
+from dagengine_kernels.fused.cuda import gate, skinny, tiled
+from dagengine_kernels.fused.cuda import norm as rms
+from dagengine_kernels.fused.cuda.products import STEP, Layer
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+CAPABILITIES = (9, 10)
+"""Of devices that have clusters of blocks and 227 KiB of shared memory per block."""
+
+FEW_ROWS = 64
+"""Up to this many rows skinny.cu is the fastest: cuBLAS wins from FEW_ROWS + 1 on."""
+
+
+class CudaLinear:
+    """One layer.
+
+    Args:
+        weight: half or bfloat16 [out, in] on a CUDA device, the layout of checkpoints; of a gated layer [2 * out, in],
+            the gate's rows first. Held, not copied, if its rows are contiguous and a multiple of 64 long.
+        bias: [out], or [2 * out].
+        norm: [in], the weight of the norm that x goes through; None for no norm.
+        eps: of the norm.
+        gated: whether y = silu(gate) * up.
+        batch_invariant: whether a row's bits are to be the same in every batch.
+        few_rows: up to how many rows skinny.cu is used, at most FEW_ROWS.
+    Raises: KernelError (invalid_argument, or capability_missing where `unavailable` says why).
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        gated: bool = False,
+        batch_invariant: bool = False,
+        few_rows: int = FEW_ROWS,
+    ) -> None:
+        if weight.ndim != 2 or weight.dtype not in DTYPES or weight.device.type != "cuda":
+            raise KernelError(
+                INVALID_ARGUMENT, "must be half or bfloat16 [out, in] on a CUDA device", "weight"
+            )
+        reason = self.unavailable(weight)
+        if reason is not None:
+            raise KernelError(UNSUPPORTED, reason, "weight")
+        rows, self.num_inputs = weight.shape
+        if not rows or not self.num_inputs or (gated and rows % 2):
+            message = (
+                f"must have inputs and outputs{', an even number,' if gated else ''} not {[*weight.shape]}"
+            )
+            raise KernelError(INVALID_ARGUMENT, message, "weight")
+        for name, vector, size in (("bias", bias, rows), ("norm", norm, self.num_inputs)):
+            if vector is not None and (vector.shape != (size,) or vector.device != weight.device):
+                message = f"must be [{size}] on {weight.device}, is {[*vector.shape]} on {vector.device}"
+                raise KernelError(INVALID_ARGUMENT, message, name)
+        if norm is not None and self.num_inputs > rms.MAX_INPUTS:
+            message = f"is of at most {rms.MAX_INPUTS} inputs, not {self.num_inputs}"
+            raise KernelError(INVALID_ARGUMENT, message, "norm")
+        if not 0 <= few_rows <= FEW_ROWS:
+            raise KernelError(INVALID_ARGUMENT, f"must be 0 to {FEW_ROWS}, is {few_rows}", "few_rows")
+        self.num_outputs = rows // 2 if gated else rows
+        self._few_rows = few_rows
+        self.batch_invariant = batch_invariant
+        self._layer = Layer(
+            weight=_padded(weight, STEP).contiguous(),
+            num_inputs=self.num_inputs,
+            num_outputs=self.num_outputs,
+            gated=gated,
+            bias=None if bias is None else bias.to(torch.float32).contiguous(),
+            norm=None if norm is None else _padded(norm.to(torch.float32), 8),
+            eps=eps,
+        )
+        exact = bias is None or bias.dtype == weight.dtype
+        self._bias = bias.contiguous() if bias is not None and exact else None
+        self._bias_is_exact = exact
+        self._sms = torch.cuda.get_device_properties(weight.device).multi_processor_count
+
+    @staticmethod
+    def unavailable(weight: Tensor) -> str | None:
+        """Why a layer of this weight cannot be made in this installation; None if it can."""
+        if weight.device.type != "cuda" or weight.dtype not in DTYPES:
+            return f"takes half and bfloat16 on a CUDA device, not {weight.dtype} on {weight.device}"
+        capability = torch.cuda.get_device_capability(weight.device)
+        if capability[0] not in CAPABILITIES:
+            return "needs compute capability 9.x or 10.x, this device has {}.{}".format(*capability)
+        return native.why_missing()
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """y [T, out] of x [T, in], queued on the current stream.
+
+        Args:
+            x: in the weight's dtype, on its device.
+            residual: [T, out] in y's dtype, added before the rounding.
+            dtype: of y, x's own or float32; x's own by default.
+        Raises: KernelError (invalid_argument).
+        """
+        dtype = dtype or x.dtype
+        layer, rows = self._layer, len(x)
+        if x.dtype != layer.weight.dtype or x.device != layer.weight.device:
+            message = f"must be {layer.weight.dtype} on {layer.weight.device}, is {x.dtype} on {x.device}"
+            raise KernelError(INVALID_ARGUMENT, message, "x")
+        if x.shape != (rows, self.num_inputs):
+            raise KernelError(INVALID_ARGUMENT, f"must be [T, {self.num_inputs}], is {[*x.shape]}", "x")
+        if dtype not in (x.dtype, torch.float32):
+            raise KernelError(INVALID_ARGUMENT, f"is {x.dtype} or float32, not {dtype}", "dtype")
+        if residual is not None:
+            right = residual.shape == (rows, self.num_outputs) and residual.dtype == dtype
+            if not right or residual.device != x.device:
+                message = (
+                    f"must be {dtype} {[rows, self.num_outputs]} on {x.device}, "
+                    f"is {residual.dtype} {[*residual.shape]} on {residual.device}"
+                )
+                raise KernelError(INVALID_ARGUMENT, message, "residual")
+            if residual.stride(1) != 1:
+                residual = residual.contiguous()
+        if rows == 0:
+            return torch.empty(0, self.num_outputs, dtype=dtype, device=x.device)
+        chosen = None
+        if rows <= self._few_rows:
+            chosen = skinny.layout(rows, layer.steps, self.num_outputs, layer.gated, self._sms)
+        if chosen is None and not self.batch_invariant:
+            return self._by_cublas(self._normed(x), residual, dtype)
+        y = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)
+        if chosen is None:
+            tile = tiled.tile_for(rows, len(layer.weight), self._sms)
+            tiled.multiply(layer, tile, self._normed(x), residual, y)
+        else:
+            inside = layer.norm is not None and rows <= skinny.NORM_ROWS
+            given = _padded(x, 8) if inside else self._normed(x)
+            skinny.multiply(layer, chosen, given, residual, y, norm=inside)
+        return y
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """x through the norm, if any, as the kernels take it."""
+        x = _padded(x, 8)
+        layer = self._layer
+        return x if layer.norm is None else rms.rms_norm(x, layer.norm, layer.eps, inputs=self.num_inputs)
+
+    def _by_cublas(self, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+        layer = self._layer
+        x, weight = x[:, : self.num_inputs], layer.weight[:, : self.num_inputs].t()
+        rounded_twice = residual is not None and (layer.gated or layer.bias is not None)
+        if dtype != x.dtype or not self._bias_is_exact or rounded_twice:
+            y = torch.mm(x, weight, out_dtype=torch.float32)
+            if layer.bias is not None:
+                y += layer.bias
+            if layer.gated:
+                gates, up = y.chunk(2, dim=-1)
+                y = F.silu(gates).mul_(up)
+            if residual is not None:
+                y += residual
+            return y.to(dtype)
+        if residual is not None:
+            return torch.addmm(residual, x, weight)
+        y = torch.mm(x, weight) if self._bias is None else torch.addmm(self._bias, x, weight)
+        return gate.silu_mul(y) if layer.gated else y
+
+
+def _padded(tensor: Tensor, multiple: int) -> Tensor:
+    """`tensor` with zeros to a multiple of `multiple` on its last axis, and rows at multiples of 16 bytes."""
+    short = -tensor.shape[-1] % multiple
+    if short:
+        return F.pad(tensor, (0, short))
+    size = tensor.element_size()
+    aligned = all(stride * size % 16 == 0 for stride in tensor.stride()[:-1]) and tensor.data_ptr() % 16 == 0
+    return (
+        tensor if tensor.stride(-1) == 1 and aligned else tensor.clone(memory_format=torch.contiguous_format)
+    )

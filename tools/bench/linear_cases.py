@@ -1,0 +1,134 @@
+"""What `tools/bench/linear` times: the layers of models at numbers of rows. Knows shapes; no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import torch
+
+from dagengine_kernels.fused.cuda import driver, gate, norm, skinny, tiled
+from dagengine_kernels.fused.cuda.products import STEP
+from dagengine_kernels.fused.cuda.vectors import DTYPES
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 1024, 4096)
+QUICK_ROWS = (1, 8, 16, 64, 1024)
+L2_TIMES_BYTES = 400 << 20
+"""Bytes of weights that a round of calls reads at least: what is in L2 is gone when its turn comes again."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a model; bfloat16.
+
+    Attributes:
+        out, inputs: of the weight [out, inputs]; [2 * out, inputs] if gated.
+        normed: x goes through a norm; residual: y gets one added; wide: y is float32.
+    """
+
+    model: str
+    name: str
+    out: int
+    inputs: int
+    gated: bool = False
+    normed: bool = False
+    residual: bool = False
+    wide: bool = False
+
+    @property
+    def weight_rows(self) -> int:
+        return self.out * (1 + self.gated)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight_rows * self.inputs * 2
+
+    @property
+    def copies(self) -> int:
+        """Weights that a round of calls goes through."""
+        return -(-L2_TIMES_BYTES // self.weight_bytes)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return torch.float32 if self.wide else torch.bfloat16
+
+    def case(self, rows: int) -> str:
+        return f"{self.model} {self.name}, {rows} rows"
+
+    def fewest_bytes(self, rows: int) -> int:
+        """The weight, x and y once each, and what is added."""
+        y = rows * self.out * self.out_dtype.itemsize
+        return self.weight_bytes + rows * self.inputs * 2 + y * (1 + self.residual)
+
+    def operations(self, rows: int) -> int:
+        return 2 * rows * self.weight_rows * self.inputs
+
+
+def model(
+    name: str, hidden: int, heads: int, kv_heads: int, dim: int, inner: int, vocab: int
+) -> tuple[Layer, ...]:
+    """The layers of a Llama-like model, the head last."""
+    return (
+        Layer(name, "qkv", (heads + 2 * kv_heads) * dim, hidden, normed=True),
+        Layer(name, "out", hidden, heads * dim, residual=True),
+        Layer(name, "gate_up", inner, hidden, gated=True, normed=True),
+        Layer(name, "down", hidden, inner, residual=True),
+        Layer(name, "head", vocab, hidden, wide=True),
+    )
+
+
+LLAMA = model("Llama-3.1-8B", 4096, 32, 8, 128, 14336, 128256)
+QWEN = model("Qwen3-0.6B", 1024, 16, 8, 128, 3072, 151936)
+SMOL = model("SmolLM2-135M", 576, 9, 3, 64, 1536, 49152)
+MODELS = {layers[0].model: layers for layers in (LLAMA, QWEN, SMOL)}
+
+Kernel = tuple[str, tuple[tuple[str, int], ...]]
+
+
+def kernels(layers: Iterable[Layer], rows: Iterable[int], sms: int) -> Iterator[Kernel]:
+    """The source and the macros of every kernel that these layers launch with so many rows."""
+    rows = tuple(rows)
+    for layer in layers:
+        base = {
+            "DTYPE": DTYPES[torch.bfloat16],
+            "OUT_TYPE": DTYPES[layer.out_dtype],
+            "GATED": int(layer.gated),
+        }
+        for count in rows:
+            chosen = skinny.layout(count, layer.inputs // STEP, layer.out, layer.gated, sms)
+            if chosen is not None:
+                normed = int(layer.normed and count <= skinny.NORM_ROWS)
+                yield "skinny", tuple((base | chosen.macros() | {"NORM": normed}).items())
+            else:
+                tile = tiled.tile_for(count, layer.weight_rows, sms)
+                yield "tiled", tuple((base | tile.macros()).items())
+        lanes, per = norm.shape(layer.inputs)
+        yield "norm", (("DTYPE", base["DTYPE"]), ("LANES", lanes), ("PER", per))
+        yield "gate", (("DTYPE", base["DTYPE"]), ("VEC", gate.width(layer.out)), ("PER", gate.PER))
+
+
+def layouts(layer: Layer, rows: int, sms: int) -> list[skinny.Layout]:
+    """Every layout that fits."""
+    found = (
+        skinny.layout(
+            rows, layer.inputs // STEP, layer.out, layer.gated, sms, cluster=cluster, mt=mt, depth=depth
+        )
+        for cluster in skinny.UNCLUSTERED
+        for mt in ((2,) if layer.gated else (1, 2))
+        for depth in ((2, 3) if mt == 2 else (3, 4, 6))
+    )
+    return [one for one in found if one is not None]
+
+
+def compile_all(wanted: Iterable[Kernel], arch: str, workers: int) -> int:
+    """Compile what the disk cache lacks, `workers` at a time; how many kernels were asked for."""
+    distinct = sorted(set(wanted))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile, distinct, [arch] * len(distinct)))
+    return len(distinct)
+
+
+def _compile(one: Kernel, arch: str) -> None:
+    driver.cubin(one[0], dict(one[1]), arch)
