@@ -455,6 +455,26 @@ def test_what_equals_earlier_work_is_not_computed_again() -> None:
     run.clean_up()
 
 
+def test_answers_of_one_request_share_the_pages_of_its_input() -> None:
+    run = world()
+    many = SamplingParams(max_tokens=3, temperature=1.0, n=3, seed=5)
+    run.submit(Request("many", tokens(10), many))
+    run.run()
+    assert [choice.dag.reused for choice in run.ends["many"].choices] == [0, 8, 8]
+    run.clean_up()
+
+
+@pytest.mark.parametrize("keep", [None, Keep()])
+def test_no_row_is_run_behind_a_limit_that_is_known_ahead(keep: Keep | None) -> None:
+    """Three of the input, one for each of four sampled tokens; the last needs KV only in a state."""
+    run = world()
+    run.submit(question("q", keep=keep))
+    run.run()
+    assert run.ends["q"].choices[0].num_sampled == 4
+    assert run.core.stats.batched_tokens == 3 + 3 + (keep is not None)
+    run.clean_up()
+
+
 def test_readers_of_one_state_hold_one_copy_and_their_tails() -> None:
     readers = 32
     run = world(pages=40 + readers, page_size=8, batch=256, seqs=readers)
