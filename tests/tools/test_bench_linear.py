@@ -37,17 +37,18 @@ def test_what_will_be_launched_is_compiled_beforehand() -> None:
     for name, macros in wanted:
         text = driver.read_source(name)
         assert all(macro in text for macro, _ in macros)
-    chosen = skinny.layout(1, 64, 4096, False, SMS)
+    chosen = skinny.layout(1, 4096, 4096, False, False, SMS)
     assert chosen is not None
-    macros = {"DTYPE": 2, "OUT_TYPE": 2, "GATED": 0} | chosen.macros() | {"NORM": 0}
+    macros = skinny.macros({"DTYPE": 2, "OUT_TYPE": 2, "GATED": 0}, chosen, 4096, False)
     assert ("skinny", tuple(macros.items())) in wanted
 
 
-def test_a_sweep_has_every_cluster_and_the_chosen_layout_or_its_like() -> None:
+def test_a_sweep_has_every_layout_once() -> None:
     for layer in cases.LLAMA:
-        found = cases.layouts(layer, 4, SMS)
-        assert {one.cluster for one in found} == set(skinny.UNCLUSTERED)
+        found = cases.layouts(layer, 1, SMS)
         assert len(found) == len(set(found))
+        assert {one.late for one in found} == {True, False}
+        assert {one.streamed for one in found} == ({False} if layer.normed else {True, False})
     assert cases.layouts(cases.LLAMA[0], 65, SMS) == []
 
 

@@ -10,7 +10,6 @@ from multiprocessing import get_context
 import torch
 
 from dagengine_kernels.fused.cuda import driver, gate, norm, skinny, tiled
-from dagengine_kernels.fused.cuda.products import STEP
 from dagengine_kernels.fused.cuda.vectors import DTYPES
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 1024, 4096)
@@ -97,10 +96,10 @@ def kernels(layers: Iterable[Layer], rows: Iterable[int], sms: int) -> Iterator[
             "GATED": int(layer.gated),
         }
         for count in rows:
-            chosen = skinny.layout(count, layer.inputs // STEP, layer.out, layer.gated, sms)
+            normed = layer.normed and count <= skinny.NORM_ROWS
+            chosen = skinny.layout(count, layer.inputs, layer.out, layer.gated, normed, sms)
             if chosen is not None:
-                normed = int(layer.normed and count <= skinny.NORM_ROWS)
-                yield "skinny", tuple((base | chosen.macros() | {"NORM": normed}).items())
+                yield "skinny", tuple(skinny.macros(base, chosen, layer.inputs, normed).items())
             else:
                 tile = tiled.tile_for(count, layer.weight_rows, sms)
                 yield "tiled", tuple((base | tile.macros()).items())
@@ -110,14 +109,23 @@ def kernels(layers: Iterable[Layer], rows: Iterable[int], sms: int) -> Iterator[
 
 
 def layouts(layer: Layer, rows: int, sms: int) -> list[skinny.Layout]:
-    """Every layout that fits."""
+    """Every layout that fits, with x held and streamed."""
+    normed = layer.normed and rows <= skinny.NORM_ROWS
     found = (
         skinny.layout(
-            rows, layer.inputs // STEP, layer.out, layer.gated, sms, cluster=cluster, mt=mt, depth=depth
+            rows,
+            layer.inputs,
+            layer.out,
+            layer.gated,
+            normed,
+            sms,
+            stages=stages,
+            streamed=streamed,
+            late=late,
         )
-        for cluster in skinny.UNCLUSTERED
-        for mt in ((2,) if layer.gated else (1, 2))
-        for depth in ((2, 3) if mt == 2 else (3, 4, 6))
+        for streamed in (False, True)
+        for stages in (3, 4, 5, 6, 8, 10, 12)
+        for late in (True, False)
     )
     return [one for one in found if one is not None]
 

@@ -33,6 +33,7 @@ OURS, CUBLAS, INVARIANT, TORCH = (
     "CudaLinear, batch_invariant",
     "torch.mm",
 )
+READ_KERNEL = "a kernel that only reads"
 CEILINGS = "ceilings"
 ERROR = "error"
 READ, FLOOR = "of the read bandwidth", "of the floor"
@@ -220,11 +221,23 @@ def times(run: Run, layer: Layer, rows: int) -> None:
         for name, built in contenders(layer, given, weight, rows):
             call = partial(built, given.x, given.residual, dtype=layer.out_dtype)
             calls.setdefault(name, []).append(call)
+    if rows == 1:
+        calls[READ_KERNEL] = [partial(_read, weight) for weight in weights]
     wide = {"out_dtype": torch.float32} if layer.wide else {}
     calls[TORCH] = [partial(torch.mm, given.x, weight.t(), **wide) for weight in weights]
     sampled = race(run, calls)
     for name, samples in sampled.items():
         record(run, layer.case(rows), name, samples, layer.fewest_bytes(rows), layer.operations(rows))
+
+
+def _read(weight: Tensor) -> None:
+    """Reads the weight and keeps nothing: what a launch of its size takes at best without an overlap."""
+    from bench import kernels_streams as streams
+
+    words = weight.view(-1).view(torch.int32)
+    blocks = words.numel() // (2048 * 16)
+    out = torch.empty(blocks, dtype=torch.int32, device=weight.device)
+    streams.read[(blocks,)](words, out, 16, 2048, num_warps=8)
 
 
 def chains(run: Run, rows: Iterable[int], quick: bool) -> None:
@@ -310,15 +323,15 @@ def _against_copy(run: Run, case: str, calls: dict[str, list[Callable[[], object
 
 def _sweep_kernels(layers: Sequence[Layer], rows: Sequence[int], sms: int) -> Iterator[cases.Kernel]:
     for layer in layers:
-        base = next(iter(cases.kernels([layer], [1], sms)))[1]
+        base = {"DTYPE": 2, "OUT_TYPE": 0 if layer.wide else 2, "GATED": int(layer.gated)}
         for number in rows:
-            for one in cases.layouts(layer, number, sms) if number <= skinny.MAX_ROWS else ():
-                normed = int(layer.normed and number <= skinny.NORM_ROWS)
-                yield "skinny", tuple((dict(base) | one.macros() | {"NORM": normed}).items())
+            normed = layer.normed and number <= skinny.NORM_ROWS
+            for one in cases.layouts(layer, number, sms):
+                yield "skinny", tuple(skinny.macros(base, one, layer.inputs, normed).items())
 
 
 def layouts(run: Run, layer: Layer, rows: int) -> None:
-    """One layer by every layout that fits, with and without an overlap of launches."""
+    """One layer by every layout that fits, and without an overlap of launches."""
     given = Tensors.of(layer, rows)
     weights = run.weights(layer, layer.copies)
     norm = layer.normed and rows <= skinny.NORM_ROWS
@@ -327,10 +340,11 @@ def layouts(run: Run, layer: Layer, rows: int) -> None:
     ]
     calls: dict[str, list[Callable[[], object]]] = {}
     y = torch.empty(rows, layer.out, dtype=layer.out_dtype, device="cuda")
-    default = skinny.layout(rows, built[0].steps, layer.out, layer.gated, run.sms)
+    default = skinny.layout(rows, layer.inputs, layer.out, layer.gated, norm, run.sms)
     for one in cases.layouts(layer, rows, run.sms):
-        name = f"cluster {one.cluster} mt {one.mt} depth {one.depth}{', chosen' if one == default else ''}"
-        for pdl in (True, False) if one == default else (True,):
+        name = f"{one.stages} stages{', streamed' if one.streamed else ''}{', late' if one.late else ''}"
+        name += f", {one.shared_bytes >> 10} KiB{', chosen' if one == default else ''}"
+        for pdl in (True, False) if one.late else (True,):
             calls[name + ("" if pdl else ", no overlap")] = [
                 partial(skinny.multiply, w, one, given.x, given.residual, y, norm=norm, pdl=pdl)
                 for w in built

@@ -30,7 +30,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 CAPABILITIES = (9, 10)
 """Of devices that have clusters of blocks and 227 KiB of shared memory per block."""
 
-FEW_ROWS = 64
+FEW_ROWS = 16
 """Up to this many rows skinny.cu is the fastest: cuBLAS wins from FEW_ROWS + 1 on."""
 
 
@@ -141,9 +141,10 @@ class CudaLinear:
                 residual = residual.contiguous()
         if rows == 0:
             return torch.empty(0, self.num_outputs, dtype=dtype, device=x.device)
+        inside = layer.norm is not None and rows <= skinny.NORM_ROWS
         chosen = None
         if rows <= self._few_rows:
-            chosen = skinny.layout(rows, layer.steps, self.num_outputs, layer.gated, self._sms)
+            chosen = skinny.layout(rows, self.num_inputs, self.num_outputs, layer.gated, inside, self._sms)
         if chosen is None and not self.batch_invariant:
             return self._by_cublas(self._normed(x), residual, dtype)
         y = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)
@@ -151,7 +152,6 @@ class CudaLinear:
             tile = tiled.tile_for(rows, len(layer.weight), self._sms)
             tiled.multiply(layer, tile, self._normed(x), residual, y)
         else:
-            inside = layer.norm is not None and rows <= skinny.NORM_ROWS
             given = _padded(x, 8) if inside else self._normed(x)
             skinny.multiply(layer, chosen, given, residual, y, norm=inside)
         return y

@@ -14,7 +14,7 @@ STEP = 64
 """Inputs per step: a weight's rows have a whole number of steps."""
 
 SEGMENTS = 8
-"""Stretches of steps that are summed apart, then in order."""
+"""Parts of the steps (every eighth one) that are summed apart, then in order."""
 
 
 class Params(ctypes.Structure):

@@ -1,16 +1,14 @@
 """A linear layer on few rows (csrc/cuda/skinny.cu): how a launch is laid out, and the launch.
 
-shared memory of a block      ring of weights | partial sums | x
-blocks                        one per SM; with at most HALF_SM bytes the next kernel's blocks find room beside them and
-                              begin to read their weights while this one ends
+shared memory of a block      barriers | ring of stages | sums | x, unless it is streamed
+blocks                        one per SM; of at most HALF_SM bytes, so that the next kernel's blocks find room
+                              beside them and fill their rings while this one ends, unless x leaves no room
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,22 +18,22 @@ from dagengine_kernels.fused.cuda.driver import Kernel, Variant, kernel
 from dagengine_kernels.fused.cuda.products import SEGMENTS, STEP, Layer
 
 WARPS = 8
-MAX_ROWS = 64
+TILE = 16
+"""Rows of the weight per tile."""
+
+MAX_ROWS = 16
 NORM_ROWS = 8
 """Rows that a launch norms itself."""
 
-UNCLUSTERED = {1: 0, 2: 0, 4: 4, 8: 4}
-"""Blocks per cluster, and SMs that are left over where an H200's groups of 16 and 18 SMs are cut into such clusters."""
-
+ROW_BYTES = SEGMENTS * STEP * 2 + 64
+BARRIER_BYTES = 256
 SHARED_BYTES = 227 * 1024 - 1024
 """Of a block at most, less what the norm keeps there."""
 
 HALF_SM = 113 * 1024 - 512
-DEEPEST = 6
-"""Steps of 16 weight rows that a warp has under way at most: 96 KiB per block."""
-
-SHALLOWEST = 4
-"""And at least: 64 KiB per block in flight hide the latency of memory."""
+MOST_STAGES = 12
+FEWEST_STAGES = 4
+"""64 KiB per SM in flight hide the latency of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,65 +41,86 @@ class Layout:
     """How a launch divides the work.
 
     Attributes:
-        cluster: blocks that share a tile's inputs.
-        mt: 16-row tiles of the weight per warp; nt: 8-row tiles of x.
-        depth: steps that a warp has under way.
-        tiles: of the whole weight; clusters: that take them in turns.
+        nt: 8-row tiles of x.
+        stages: of the ring, 16 KiB of the weight each.
+        streamed: x passes through the ring.
+        late: the next kernel may start only when the whole weight is under way.
+        tiles: of the whole weight; blocks: that take them in turns.
         shared_bytes: per block.
     """
 
-    cluster: int
-    mt: int
     nt: int
-    depth: int
+    stages: int
+    streamed: bool
+    late: bool
     tiles: int
-    clusters: int
+    blocks: int
     shared_bytes: int
 
     def macros(self) -> dict[str, int]:
-        return {"CLUSTER": self.cluster, "MT": self.mt, "NT": self.nt, "DEPTH": self.depth}
+        return {
+            "NT": self.nt,
+            "STAGES": self.stages,
+            "STREAMED": int(self.streamed),
+            "LATE": int(self.late),
+        }
 
 
 @functools.lru_cache(maxsize=4096)
 def layout(
     rows: int,
-    steps: int,
+    inputs: int,
     outputs: int,
     gated: bool,
+    norm: bool,
     sms: int,
     *,
-    cluster: int | None = None,
-    mt: int | None = None,
-    depth: int | None = None,
+    stages: int | None = None,
+    streamed: bool | None = None,
+    late: bool = True,
 ) -> Layout | None:
-    """The layout for `rows` rows, or None where x does not fit; `cluster`, `mt`, `depth` leave no choice of theirs.
+    """The layout for `rows` rows, or None where x does not fit; `stages`, `streamed` leave no choice of theirs.
 
-    Prefers the smallest cluster with which a block takes half an SM's shared memory.
+    Args:
+        norm: the launch norms x itself.
     """
-    if not 0 < rows <= MAX_ROWS:
+    if not 0 < rows <= (NORM_ROWS if norm else MAX_ROWS):
         return None
-    nt = next(n for n in (1, 2, 4, 8) if rows <= 8 * n)
-    mt = 2 if gated else mt or (1 if nt <= 4 else 2)
-    depths = (depth,) if depth else range(DEEPEST // mt, SHALLOWEST // mt - 1, -1)
+    nt = -(-rows // 8)
+    tiles = -(-outputs // (TILE // 2 if gated else TILE))
+    steps = -(-inputs // STEP)
+    can_stream = not norm and inputs % STEP == 0
+    ways = [way for way in (False, True) if streamed in (None, way) and (can_stream or not way)]
     for limit in (HALF_SM, SHARED_BYTES):
-        for blocks in (cluster,) if cluster else UNCLUSTERED:
-            for deep in depths:
-                needed = shared_bytes(rows, steps, blocks, mt, nt, deep)
-                if needed <= limit:
-                    tiles = -(-outputs // (blocks * 16 * (1 if gated else mt)))
-                    turns = -(-tiles // max(1, (sms - UNCLUSTERED[blocks]) // blocks))
-                    return Layout(blocks, mt, nt, deep, tiles, -(-tiles // turns), needed)
+        for way in ways:
+            most = stages or min(
+                MOST_STAGES, (limit - shared_bytes(rows, steps, 0, way)) // stage_bytes(rows, way)
+            )
+            needed = shared_bytes(rows, steps, most, way)
+            if most >= (stages or FEWEST_STAGES) and needed <= limit:
+                return Layout(nt, most, way, late, tiles, min(tiles, sms), needed)
     return None
 
 
-def shared_bytes(rows: int, steps: int, cluster: int, mt: int, nt: int, depth: int) -> int:
+def stage_bytes(rows: int, streamed: bool) -> int:
+    return (TILE + (8 * -(-rows // 8) if streamed else 0)) * ROW_BYTES
+
+
+def shared_bytes(rows: int, steps: int, stages: int, streamed: bool) -> int:
     """Of a block, as skinny.cu lays it out."""
-    along = WARPS // cluster
-    ring = WARPS * depth * mt * 2048
-    sums = (2 if nt <= 2 else 1) * along * rows * (16 * mt * cluster + 4) * 4
-    starts = [rank * along * steps // SEGMENTS for rank in range(cluster + 1)]
-    widest = max(b - a for a, b in pairwise(starts))
-    return ring + -(-sums // 16) * 16 + rows * (widest * STEP * 2 + 64)
+    sums = 2 * WARPS * rows * (TILE + 4) * 4
+    held = 0 if streamed else rows * (steps * STEP * 2 + 64)
+    return BARRIER_BYTES + stages * stage_bytes(rows, streamed) + sums + held
+
+
+def norm_vectors(inputs: int) -> int:
+    """Vectors of a row that a thread holds."""
+    return -(-(-(-inputs // STEP) * STEP // 8) // (WARPS * 32))
+
+
+def macros(base: dict[str, int], chosen: Layout, inputs: int, norm: bool) -> dict[str, int]:
+    """base: of the layer."""
+    return base | chosen.macros() | {"NORM": norm_vectors(inputs) if norm else 0}
 
 
 def multiply(
@@ -115,50 +134,39 @@ def multiply(
     pdl: bool = True,
 ) -> None:
     """Queue y [T, outputs] of x; `Layer.params` says what they must be. `norm`: x is yet to be normed."""
-    if norm and len(x) > NORM_ROWS:
-        raise KernelError(INVALID_ARGUMENT, f"norms at most {NORM_ROWS} rows, not {len(x)}", "x")
-    macros = layer.macros(y.dtype) | chosen.macros() | {"NORM": int(norm)}
-    found = _kernel(tuple(macros.items()), y.device.index)
+    if norm and (len(x) > NORM_ROWS or chosen.streamed):
+        raise KernelError(INVALID_ARGUMENT, f"norms at most {NORM_ROWS} rows, none that are streamed", "x")
+    defined = macros(layer.macros(y.dtype), chosen, layer.num_inputs, norm)
+    found = _kernel(tuple(defined.items()), y.device.index)
     found.launch(
-        (chosen.clusters * chosen.cluster, 1, 1),
-        (WARPS * 32, 1, 1),
+        (chosen.blocks, 1, 1),
+        (WARPS * 32 + 32, 1, 1),
         chosen.shared_bytes,
         torch.cuda.current_stream(y.device).cuda_stream,
         layer.params(x, residual, y, chosen.tiles),
         pdl=pdl,
-        cluster=(chosen.cluster, 1, 1),
     )
 
 
 @functools.cache
-def _kernel(macros: tuple[tuple[str, int], ...], device: int) -> Kernel:
-    return kernel("skinny", "skinny", dict(macros), device)
+def _kernel(defined: tuple[tuple[str, int], ...], device: int) -> Kernel:
+    return kernel("skinny", "skinny", dict(defined), device)
 
 
 def variants() -> tuple[Variant, ...]:
     """What the compile gate builds: the layers of Llama-3.1-8B, and others' corners."""
-    return tuple(dict.fromkeys(_variants()))
-
-
-def _variants() -> Iterator[Variant]:
-    layers = (
-        (6144, 4096, False, True, 2),
-        (4096, 4096, False, False, 2),
-        (14336, 4096, True, True, 2),
-        (4096, 14336, False, False, 2),
-        (128256, 4096, False, False, 0),
-    )
-    for rows in (1, 8, 16, 32, 64):
-        for outputs, inputs, gated, norm, out_type in layers:
-            chosen = layout(rows, inputs // STEP, outputs, gated, 132)
-            if chosen is not None:
-                yield _variant(chosen, 2, out_type, gated, norm and rows <= NORM_ROWS)
-    chosen = layout(2, 9, 576, False, 132)
-    assert chosen is not None
-    yield _variant(chosen, 1, 1, False, True)
-
-
-def _variant(chosen: Layout, dtype: int, out_type: int, gated: bool, norm: bool) -> Variant:
-    of_layer = {"DTYPE": dtype, "OUT_TYPE": out_type, "GATED": int(gated)}
-    macros = of_layer | chosen.macros() | {"NORM": int(norm)}
-    return Variant("skinny", "skinny", tuple(macros.items()))
+    found: dict[Variant, None] = {}
+    for dtype, rows, outputs, inputs, gated, norm, out_type in (
+        *((2, rows, 6144, 4096, 0, 1, 2) for rows in (1, 4, 8)),
+        *((2, rows, 14336, 4096, 1, 1, 2) for rows in (1, 4, 8)),
+        *((2, rows, 4096, 14336, 0, 0, 2) for rows in (1, 8, 16)),
+        *((2, rows, 128256, 4096, 0, 0, 0) for rows in (1, 8, 16)),
+        (2, 16, 14336, 4096, 1, 0, 2),
+        (2, 8, 4096, 8192, 0, 1, 2),
+        (1, 2, 576, 576, 0, 1, 1),
+    ):
+        chosen = layout(rows, inputs, outputs, bool(gated), bool(norm), 132)
+        assert chosen is not None
+        base = {"DTYPE": dtype, "OUT_TYPE": out_type, "GATED": gated}
+        found[Variant("skinny", "skinny", tuple(macros(base, chosen, inputs, bool(norm)).items()))] = None
+    return tuple(found)

@@ -21,6 +21,10 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) rms_norm(const __grid
     __shared__ float squares[NORM_WARPS];
     const int lane = threadIdx.x % LANES, row = blockIdx.x * (NORM_THREADS / LANES) + threadIdx.x / LANES;
     const int vectors = p.columns / 8;
+    NormWeights weight[PER];
+#pragma unroll
+    for (int i = 0; i < PER; ++i)
+        if (lane + i * LANES < vectors) weight[i].load(p.weight + (lane + i * LANES) * 8);
     wait_for_previous_kernel();
     Inputs held[PER];
     float sum = 0.0f;
@@ -41,6 +45,6 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) rms_norm(const __grid
 #pragma unroll
     for (int i = 0; i < PER; ++i) {
         const int v = lane + i * LANES;
-        if (v < vectors) normed(held[i], scale, p.weight + v * 8).store(p.y, static_cast<i64>(row) * p.columns + v * 8);
+        if (v < vectors) normed(held[i], scale, weight[i]).store(p.y, static_cast<i64>(row) * p.columns + v * 8);
     }
 }

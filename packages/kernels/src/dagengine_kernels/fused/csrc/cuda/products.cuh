@@ -9,16 +9,14 @@
 //   lanes                   t = 0     t = 1     t = 2     t = 3
 //   first product           words 0 and 1 of each lane;   second product: words 2 and 3
 //
-// The inputs are summed in SEGMENTS stretches of steps (one float32 accumulator each, steps in order), whose sums are
-// added in order.
+// The inputs are summed in SEGMENTS parts, steps s, s + SEGMENTS, .. in part s (one float32 accumulator each, steps in
+// order), whose sums are added in order.
 #pragma once
 #include "rms.cuh"
 
 constexpr int STEP = 64;           // inputs
 constexpr int STEP_BYTES = 2 * STEP;
 constexpr int SEGMENTS = 8;
-
-__device__ __forceinline__ int segment_start(int segment, int steps) { return segment * steps / SEGMENTS; }
 
 // d[16 weights, 8 rows of x] += a[16, 16] b[16, 8]
 __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

@@ -37,13 +37,21 @@ __device__ __forceinline__ float norm_scale(const float* sums, int count, int in
     return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, static_cast<float>(inputs)), eps)));
 }
 
-// x * scale * weight, rounded once; weight: 8 of the norm's, 16-byte aligned.
-__device__ __forceinline__ Inputs normed(const Inputs& v, float scale, const float* weight) {
+// 8 of the norm's weights, 16-byte aligned.
+struct NormWeights {
+    float w[8] = {};
+
+    __device__ void load(const float* from) {
+        const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
+        w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w, w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
+    }
+};
+
+// x * scale * weight, rounded once.
+__device__ __forceinline__ Inputs normed(const Inputs& v, float scale, const NormWeights& weight) {
     float x[8];
     v.unpack(x);
-    const float4 a = *reinterpret_cast<const float4*>(weight), b = *reinterpret_cast<const float4*>(weight + 4);
-    const float w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = __fmul_rn(__fmul_rn(x[i], scale), w[i]);
+    for (int i = 0; i < 8; ++i) x[i] = __fmul_rn(__fmul_rn(x[i], scale), weight.w[i]);
     return Inputs::pack(x);
 }

@@ -1,234 +1,251 @@
 // A linear layer on few rows, at the speed at which its weight is read: y = act(norm(x) W^T + b) + residual.
 //
-// A cluster of CLUSTER blocks takes tiles of 16 * MT * CLUSTER weight rows, one after another. Each block holds, normed,
-// its 1 / CLUSTER of the inputs of all rows of x in shared memory, and its 8 warps are a grid of segments of the inputs
-// (products.cuh) times weight rows:
+// A block takes tiles of 16 weight rows (gated: 8 of the gate, 8 of up), one after another. A producer warp copies them into
+// a ring of STAGES in shared memory, by one bulk copy per row and stage, and begins before it waits for the kernel before
+// this one: weights depend on nothing. Warp w of the 8 others takes step w of a stage: segment w of products.cuh.
 //
-//   CLUSTER 1   8 segments x 1 x 16 MT rows         CLUSTER 4   2 segments x 4 x 16 MT rows
-//   CLUSTER 2   4 segments x 2 x 16 MT rows         CLUSTER 8   1 segment  x 8 x 16 MT rows
+//   stage   row 0    | step 0 | step 1 | .. | step 7 |     1 KiB of a weight's row, 64 bytes apart: 8 lanes' vectors of two
+//           ..                                             rows meet no bank twice
+//           row 15   | step 0 | step 1 | .. | step 7 |
+//           x rows   | step 0 | step 1 | .. | step 7 |     STREAMED: x passes through the ring as well
 //
-// A lane copies the 16-byte vectors that it will multiply into slots of its own, DEPTH steps ahead and across tiles, and
-// begins before it waits for the kernel before this one: weights depend on nothing. So warps meet only where x is stored
-// and where a tile's sums are added: in order of the segments, whatever CLUSTER is.
+// Without STREAMED a block holds x, normed, in shared memory. Where a tile ends the warps add their sums in order.
 //
-// Configured by DTYPE, OUT_TYPE (0 float, 1 half, 2 bfloat16), CLUSTER, MT, NT (rows of x / 8, rounded up), DEPTH, GATED
-// (MT is 2: gate and up), NORM (NT is 1).
+// Configured by DTYPE, OUT_TYPE (0 float, 1 half, 2 bfloat16), NT (rows of x / 8, rounded up), STAGES, GATED, STREAMED, NORM
+// (vectors of a row that a thread holds; 0: no norm; NT is 1), LATE (the next kernel may start when the last copy of the
+// weight is under way, not at once).
+#include "hopper.cuh"
 #include "products.cuh"
 
 constexpr int WARPS = 8;
-constexpr int WARPS_K = WARPS / CLUSTER;       // warps along the inputs
-constexpr int TILE = 16 * MT * CLUSTER;        // weight rows of a tile
-constexpr int OUTPUTS = GATED ? 16 : 16 * MT;  // of a tile, per block: what it finishes
-constexpr int SUMS_ROW = TILE + 4;             // floats of a row of partial sums, so that stores meet no bank twice
-constexpr int SUMS_BUFFERS = NT <= 2 ? 2 : 1;
-constexpr int SLOT = MT * 4 * 32;              // vectors of a step of a warp
-static_assert(!GATED || MT == 2);
-static_assert(!NORM || NT == 1);
+constexpr int CHUNK_BYTES = SEGMENTS * STEP_BYTES;
+constexpr int ROW_BYTES = CHUNK_BYTES + 64;
+constexpr int TILE = 16;
+constexpr int OUTPUTS = GATED ? TILE / 2 : TILE;
+constexpr int STAGE_BYTES = (TILE + (STREAMED ? 8 * NT : 0)) * ROW_BYTES;
+constexpr int BARRIER_BYTES = 256;
+constexpr int SUMS_ROW = TILE + 4;   // floats of a row of sums, so that stores meet no bank twice
 static_assert(WARPS == SEGMENTS && WARPS == NORM_WARPS);
+static_assert(!NORM || (NT == 1 && !STREAMED));
+static_assert(16 * STAGES <= BARRIER_BYTES);
 
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
+// `bytes`: a multiple of 16.
+__device__ __forceinline__ void copy_row(char* to, const char* from, int bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
 }
 
-// All threads of the cluster, and what they wrote to shared memory.
-__device__ __forceinline__ void meet() {
-    if constexpr (CLUSTER == 1) {
-        __syncthreads();
-    } else {
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-    }
-}
+__device__ __forceinline__ void consumers_meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+__device__ __forceinline__ void show_barriers() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ __forceinline__ float read_sum(u32 address, u32 rank) {
-    float value;
-    if constexpr (CLUSTER == 1) {
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-    } else {
-        asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, [there];\n}"
-                     : "=f"(value) : "r"(address), "r"(rank) : "memory");
-    }
-    return value;
-}
+struct Ring {
+    u32 barriers;   // full ones, then empty ones
+    int stage = 0;
+    u32 round = 0;
 
-// Where a warp's next step of the weight lies.
-struct Stream {
-    const char* rows[MT][2];   // of this lane: weight rows g and g + 8, at its segment's next step
-    int tile, left;
-
-    __device__ void seek(const Params& p, int to, int part, int first_step, int count, int lane) {
-        tile = to;
-        left = count;
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int group = to * CLUSTER + part, within = lane / 4 + 8 * h;
-                const int output = GATED ? group * 16 + within : (group * MT + m) * 16 + within;
-                rows[m][h] = weight_row(p, output, GATED && m == 1) + first_step * STEP_BYTES + lane % 4 * 16;
-            }
+    __device__ u32 full() const { return barriers + stage * 8; }
+    __device__ u32 empty() const { return barriers + (STAGES + stage) * 8; }
+    __device__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            round ^= 1;
+        }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, NT <= 4 ? 2 : 1) skinny(const __grid_constant__ Params p) {
-    let_next_kernel_start();
+__device__ __forceinline__ void produce(const Params& p, char* stages, Ring ring, int lane) {
+    if (lane == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(ring.barriers + i * 8, 1);
+            barrier_init(ring.barriers + (STAGES + i) * 8, WARPS);
+        }
+        show_barriers();
+    }
+    __syncwarp();
+    const int chunks = (p.steps + SEGMENTS - 1) / SEGMENTS, row_bytes = p.steps * STEP_BYTES;
+    const int mine = (p.tiles - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
+    const int total = mine * chunks, ahead = min(STAGES, total);
+    const char* x = static_cast<const char*>(p.x) + min(max(lane - TILE, 0), p.rows - 1) * p.x_row * 2;
+    const bool copies_x = STREAMED && lane >= TILE && lane < TILE + p.rows;
+    auto begin_x = [&] {   // of the stages whose weights are under way
+        if constexpr (STREAMED) {
+            wait_for_previous_kernel();
+            for (int s = 0; s < ahead && copies_x; ++s) {
+                const int at = s % chunks * CHUNK_BYTES, bytes = min(CHUNK_BYTES, row_bytes - at);
+                copy_row(stages + s * STAGE_BYTES + lane * ROW_BYTES, x + at, bytes, ring.barriers + s * 8);
+            }
+        }
+    };
+    const char* weight = nullptr;
+    int tile = blockIdx.x, chunk = 0;
+    for (int i = 0; i < total; ++i) {
+        if (i == ahead) {
+            begin_x();
+            __syncthreads();
+        }
+        if (i >= ahead) barrier_wait(ring.empty(), ring.round ^ 1);
+        if (chunk == 0) {
+            const int within = lane % TILE, output = tile * OUTPUTS + within % OUTPUTS;
+            weight = weight_row(p, output, GATED && within >= OUTPUTS);
+        }
+        const int at = chunk * CHUNK_BYTES, bytes = min(CHUNK_BYTES, row_bytes - at);
+        if (lane == 0) barrier_expect(ring.full(), (TILE + (STREAMED ? p.rows : 0)) * bytes);
+        __syncwarp();
+        char* to = stages + ring.stage * STAGE_BYTES + lane * ROW_BYTES;
+        if (lane < TILE) copy_row(to, weight + at, bytes, ring.full());
+        if (copies_x && i >= ahead) copy_row(to, x + at, bytes, ring.full());
+        ring.advance();
+        if (++chunk == chunks) {
+            chunk = 0;
+            tile += gridDim.x;
+        }
+    }
+    if constexpr (LATE) let_next_kernel_start();
+    if (total == ahead) {
+        begin_x();
+        __syncthreads();
+    }
+}
+
+// x to shared memory, through the norm.
+__device__ __forceinline__ void hold_normed(const Params& p, char* x, int x_bytes, int thread) {
+    constexpr int PER = NORM > 0 ? NORM : 1, GROUP = PER > 8 ? 1 : 8 / PER;
+    constexpr bool AHEAD = PER <= 4;   // whether the norm's weights are in registers when x comes
+    __shared__ float squares[8][NORM_WARPS];
+    const int vectors = (p.inputs + 7) / 8, all = p.steps * (STEP / 8), lane = thread % 32, warp = thread / 32;
+    NormWeights weight[PER];
+#pragma unroll
+    for (int i = 0; i < PER; ++i)
+        if (AHEAD && thread + i * NORM_THREADS < vectors) weight[i].load(p.norm + (thread + i * NORM_THREADS) * 8);
+    wait_for_previous_kernel();
+    for (int first = 0; first < p.rows; first += GROUP) {
+        Inputs read[GROUP][PER];
+#pragma unroll
+        for (int r = 0; r < GROUP; ++r)
+#pragma unroll
+            for (int i = 0; i < PER; ++i) {
+                const int v = thread + i * NORM_THREADS;
+                read[r][i].raw = make_uint4(0, 0, 0, 0);
+                if (first + r < p.rows && v < vectors) read[r][i] = load_fresh<DTYPE, 8>(p.x, (first + r) * p.x_row + v * 8);
+            }
+#pragma unroll
+        for (int r = 0; r < GROUP; ++r) {
+            if (first + r >= p.rows) break;
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < PER; ++i) sum = add_squares(sum, read[r][i]);
+            sum = add_lanes(sum);
+            if (lane == 0) squares[first + r][warp] = sum;
+        }
+        consumers_meet();
+#pragma unroll
+        for (int r = 0; r < GROUP; ++r) {
+            if (first + r >= p.rows) break;
+            const float scale = norm_scale(squares[first + r], NORM_WARPS, p.inputs, p.eps);
+#pragma unroll
+            for (int i = 0; i < PER; ++i) {
+                const int v = thread + i * NORM_THREADS;
+                if (!AHEAD && v < vectors) weight[i].load(p.norm + v * 8);
+                if (v < all) *reinterpret_cast<uint4*>(x + (first + r) * x_bytes + v * 16) = normed(read[r][i], scale, weight[i]).raw;
+            }
+        }
+    }
+}
+
+// x to shared memory as it is.
+__device__ __forceinline__ void hold(const Params& p, char* x, int x_bytes, int thread) {
+    constexpr int AT_ONCE = 4;
+    const int vectors = (p.inputs + 7) / 8, width = p.steps * (STEP / 8), all = p.rows * width;
+    wait_for_previous_kernel();
+    for (int base = thread; base < all; base += WARPS * 32 * AT_ONCE) {
+        uint4 read[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int at = base + i * WARPS * 32, r = at / width, v = at - r * width;
+            read[i] = make_uint4(0, 0, 0, 0);
+            if (at < all && v < vectors) read[i] = load_fresh<DTYPE, 8>(p.x, r * p.x_row + v * 8).raw;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int at = base + i * WARPS * 32, r = at / width, v = at - r * width;
+            if (at < all) *reinterpret_cast<uint4*>(x + r * x_bytes + v * 16) = read[i];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, NORM > 4 ? 1 : 2) skinny(const __grid_constant__ Params p) {
+    if constexpr (!LATE) let_next_kernel_start();
     extern __shared__ __align__(128) char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const int rank = CLUSTER == 1 ? 0 : cluster_rank();
-    const int part = warp / WARPS_K, along = warp % WARPS_K;   // of the tile's rows; of the block's segments
-    const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
-    const int slice_first = segment_start(rank * WARPS_K, p.steps), slice_last = segment_start((rank + 1) * WARPS_K, p.steps);
-    const int first = segment_start(rank * WARPS_K + along, p.steps);
-    const int count = segment_start(rank * WARPS_K + along + 1, p.steps) - first;
-
-    uint4* ring = reinterpret_cast<uint4*>(shared) + warp * DEPTH * SLOT + lane;
-    float* sums = reinterpret_cast<float*>(shared + WARPS * DEPTH * SLOT * 16);
-    char* x = reinterpret_cast<char*>(sums + (SUMS_BUFFERS * WARPS_K * p.rows * SUMS_ROW + 3) / 4 * 4);
-    const int x_bytes = (slice_last - slice_first) * STEP_BYTES + 64;   // 64 more: 8 lanes' vectors in 32 banks
-
-    Stream stream;
-    stream.seek(p, cluster, part, first, count, lane);
-    auto fill = [&](int slot) {
-        if (stream.tile < p.tiles && count > 0) {
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-#pragma unroll
-                    for (int c = 0; c < 2; ++c)
-                        copy_async(shared_address(ring + slot * SLOT + (m * 4 + h * 2 + c) * 32), stream.rows[m][h] + c * 64);
-                    stream.rows[m][h] += STEP_BYTES;
-                }
-            if (--stream.left == 0) stream.seek(p, stream.tile + clusters, part, first, count, lane);
-        }
-        close_copies();
-    };
-#pragma unroll
-    for (int slot = 0; slot < DEPTH; ++slot) fill(slot);
-    if constexpr (NORM) {
-        for (int i = thread * 32; i < p.inputs; i += WARPS * 32 * 32)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(p.norm + i));
+    char* stages = shared + BARRIER_BYTES;
+    float* sums = reinterpret_cast<float*>(stages + STAGES * STAGE_BYTES);
+    char* x = reinterpret_cast<char*>(sums + 2 * WARPS * p.rows * SUMS_ROW);
+    const int x_bytes = p.steps * STEP_BYTES + 64;
+    Ring ring = {shared_address(shared)};
+    if (warp == WARPS) {
+        produce(p, stages, ring, lane);
+        return;
     }
-    wait_for_previous_kernel();
-
-    const int vectors = (p.inputs + 7) / 8, slice_begin = slice_first * (STEP / 8), slice_end = slice_last * (STEP / 8);
-    if constexpr (NORM) {
-        __shared__ float squares[8][NORM_WARPS];
-        float mine[8] = {};
-        for (int v = thread; v < p.steps * (STEP / 8); v += NORM_THREADS) {
-            Inputs read[8];
-#pragma unroll
-            for (int r = 0; r < 8; ++r) {
-                read[r].raw = make_uint4(0, 0, 0, 0);
-                if (r < p.rows && v < vectors) read[r] = load_fresh<DTYPE, 8>(p.x, r * p.x_row + v * 8);
-            }
-#pragma unroll
-            for (int r = 0; r < 8; ++r) {
-                if (r >= p.rows) break;
-                mine[r] = add_squares(mine[r], read[r]);
-                if (v >= slice_begin && v < slice_end)
-                    *reinterpret_cast<uint4*>(x + r * x_bytes + (v - slice_begin) * 16) = read[r].raw;
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < 8; ++r) {
-            if (r >= p.rows) break;
-            const float sum = add_lanes(mine[r]);
-            if (lane == 0) squares[r][warp] = sum;
-        }
-        __syncthreads();
-        // A thread scales what it stored itself.
-        for (int r = 0; r < p.rows; ++r) {
-            const float scale = norm_scale(squares[r], NORM_WARPS, p.inputs, p.eps);
-            for (int v = thread; v < min(vectors, slice_end); v += NORM_THREADS) {
-                if (v < slice_begin) continue;
-                uint4* place = reinterpret_cast<uint4*>(x + r * x_bytes + (v - slice_begin) * 16);
-                Inputs held;
-                held.raw = *place;
-                *place = normed(held, scale, p.norm + v * 8).raw;
-            }
-        }
+    if constexpr (NORM > 0) {
+        hold_normed(p, x, x_bytes, thread);
+    } else if constexpr (STREAMED) {
+        wait_for_previous_kernel();
     } else {
-        const int width = slice_end - slice_begin, all = p.rows * width;
-        constexpr int AT_ONCE = 4;
-        for (int base = thread; base < all; base += WARPS * 32 * AT_ONCE) {
-            uint4 read[AT_ONCE];
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const int at = base + i * WARPS * 32, r = at / width, v = at - r * width + slice_begin;
-                read[i] = make_uint4(0, 0, 0, 0);
-                if (at < all && v < vectors) read[i] = load_fresh<DTYPE, 8>(p.x, r * p.x_row + v * 8).raw;
-            }
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const int at = base + i * WARPS * 32, r = at / width, v = at - r * width;
-                if (at < all) *reinterpret_cast<uint4*>(x + r * x_bytes + v * 16) = read[i];
-            }
-        }
+        hold(p, x, x_bytes, thread);
     }
     __syncthreads();
 
+    const int chunks = (p.steps + SEGMENTS - 1) / SEGMENTS, place = warp * STEP_BYTES + lane % 4 * 16;
     const char* operands[NT];   // of this lane: row g of each 8 rows of x; rows past the last repeat it and are not stored
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
-        operands[n] = x + min(n * 8 + lane / 4, p.rows - 1) * x_bytes + (first - slice_first) * STEP_BYTES + lane % 4 * 16;
-
-    int slot = 0, buffer = 0;
-    for (int tile = cluster; tile < p.tiles; tile += clusters) {
-        float d[MT][NT][4] = {};
-        for (int step = 0; step < count; ++step) {
-            await_copies<DEPTH - 1>();
-            const uint4* held = ring + slot * SLOT;
+    for (int n = 0; n < NT; ++n) {
+        const int row = min(n * 8 + lane / 4, p.rows - 1);
+        operands[n] = place + (STREAMED ? stages + (TILE + row) * ROW_BYTES : x + row * x_bytes);
+    }
+    int buffer = 0;
+    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+        float d[NT][4] = {};
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            barrier_wait(ring.full(), ring.round);
+            if (chunk * SEGMENTS + warp < p.steps) {
+                const char* low = stages + ring.stage * STAGE_BYTES + lane / 4 * ROW_BYTES + place;
+                const int at = STREAMED ? ring.stage * STAGE_BYTES : chunk * CHUNK_BYTES;
 #pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                uint4 low[MT], high[MT];
+                for (int c = 0; c < 2; ++c) {
+                    const uint4 a = *reinterpret_cast<const uint4*>(low + c * 64);
+                    const uint4 b = *reinterpret_cast<const uint4*>(low + 8 * ROW_BYTES + c * 64);
 #pragma unroll
-                for (int m = 0; m < MT; ++m) {
-                    low[m] = held[(m * 4 + c) * 32];
-                    high[m] = held[(m * 4 + 2 + c) * 32];
-                }
-#pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                    const uint4 b = *reinterpret_cast<const uint4*>(operands[n] + step * STEP_BYTES + c * 64);
-#pragma unroll
-                    for (int m = 0; m < MT; ++m) half_step(d[m][n], low[m], high[m], b);
+                    for (int n = 0; n < NT; ++n)
+                        half_step(d[n], a, b, *reinterpret_cast<const uint4*>(operands[n] + at + c * 64));
                 }
             }
-            fill(slot);
-            slot = slot + 1 == DEPTH ? 0 : slot + 1;
+            __syncwarp();
+            if (lane == 0) barrier_arrive(ring.empty());
+            ring.advance();
         }
 
-        float* to = sums + (buffer * WARPS_K + along) * p.rows * SUMS_ROW;
+        float* to = sums + (buffer * WARPS + warp) * p.rows * SUMS_ROW;
 #pragma unroll
-        for (int m = 0; m < MT; ++m)
+        for (int n = 0; n < NT; ++n)
 #pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int row = n * 8 + lane % 4 * 2 + i % 2;
-                    if (row < p.rows) to[row * SUMS_ROW + (part * MT + m) * 16 + lane / 4 + i / 2 * 8] = d[m][n][i];
-                }
-        meet();
-        const u32 from = shared_address(sums + buffer * WARPS_K * p.rows * SUMS_ROW + rank * 16 * MT);
+            for (int i = 0; i < 4; ++i) {
+                const int row = n * 8 + lane % 4 * 2 + i % 2;
+                if (row < p.rows) to[row * SUMS_ROW + lane / 4 + i / 2 * 8] = d[n][i];
+            }
+        consumers_meet();
+        const float* from = sums + buffer * WARPS * p.rows * SUMS_ROW;
         for (int i = thread; i < p.rows * OUTPUTS; i += WARPS * 32) {
-            const int row = i / OUTPUTS, column = i % OUTPUTS, output = (tile * CLUSTER + rank) * OUTPUTS + column;
+            const int row = i / OUTPUTS, column = i % OUTPUTS, output = tile * OUTPUTS + column;
             float value[GATED + 1] = {};
 #pragma unroll
             for (int s = 0; s < SEGMENTS; ++s)
 #pragma unroll
-                for (int half = 0; half <= GATED; ++half) {
-                    const int place = (s % WARPS_K * p.rows + row) * SUMS_ROW + half * 16 + column;
-                    value[half] = __fadd_rn(value[half], read_sum(from + place * 4, s / WARPS_K));
-                }
+                for (int half = 0; half <= GATED; ++half)
+                    value[half] = __fadd_rn(value[half], from[(s * p.rows + row) * SUMS_ROW + half * OUTPUTS + column]);
             if (output < p.outputs) finish(p, value, row, output);
         }
-        if constexpr (SUMS_BUFFERS == 1) {
-            meet();
-        } else {
-            buffer ^= 1;
-        }
+        buffer ^= 1;
     }
-    // No block may go while another reads its sums.
-    if constexpr (CLUSTER > 1 && SUMS_BUFFERS == 2) meet();
 }

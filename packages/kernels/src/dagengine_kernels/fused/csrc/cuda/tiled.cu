@@ -35,9 +35,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) tiled(const __grid_cons
     constexpr int WEIGHT_COPIES = WEIGHT_ROWS * 8 / (WARPS * 32), X_COPIES = X_ROWS * 8 / (WARPS * 32);
     static_assert(WEIGHT_ROWS * 8 % (WARPS * 32) == 0 && X_ROWS * 8 % (WARPS * 32) == 0);
     const int vector = thread % 8, copied_row = thread / 8;   // the same vector of every (WARPS * 4)th row
-    auto fill = [&](int step) {
-        if (step < p.steps) {
-            const u32 stage = ring + step % STAGES * STAGE_BYTES;
+    // Steps in the order in which they are summed.
+    int next = 0, filled = 0;
+    auto fill = [&] {
+        if (next < p.steps) {
+            const int step = next;
+            const u32 stage = ring + filled % STAGES * STAGE_BYTES;
+            ++filled;
+            next = step + SEGMENTS < p.steps ? step + SEGMENTS
+                   : step % SEGMENTS + 1 < min(SEGMENTS, p.steps) ? step % SEGMENTS + 1 : p.steps;
 #pragma unroll
             for (int i = 0; i < WEIGHT_COPIES; ++i) {
                 const int row = copied_row + i * WARPS * 4;
@@ -56,16 +62,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) tiled(const __grid_cons
     };
     wait_for_previous_kernel();
 #pragma unroll
-    for (int step = 0; step < STAGES - 1; ++step) fill(step);
+    for (int stage = 0; stage < STAGES - 1; ++stage) fill();
 
+    int read = 0;
     float total[MT][NT][4] = {};
     for (int segment = 0; segment < SEGMENTS; ++segment) {
         float d[MT][NT][4] = {};
-        for (int step = segment_start(segment, p.steps); step < segment_start(segment + 1, p.steps); ++step) {
+        for (int step = segment; step < p.steps; step += SEGMENTS, ++read) {
             await_copies<STAGES - 2>();
             __syncthreads();   // what all have copied is seen, and the stage before this one is read
-            fill(step + STAGES - 1);
-            const char* stage = shared + step % STAGES * STAGE_BYTES;
+            fill();
+            const char* stage = shared + read % STAGES * STAGE_BYTES;
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 const int vector = c * 4 + lane % 4;
