@@ -202,7 +202,7 @@ class DummySource:
     """Seeded random tensors of the right shapes, for speed runs of a model whose weights are not at hand.
 
     They are drawn where they are used, so that billions take seconds on a GPU. A seed gives the same bits on every
-    device of a type (`cpu`, `cuda`), and others on the other type; on a GPU each dtype has its own, while on a CPU all are
+    device of a type (`cpu`, `cuda`), and others on the other type; on a GPU each dtype has its own, on a CPU all are
     roundings of the same numbers.
     """
 
