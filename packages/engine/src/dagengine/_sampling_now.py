@@ -19,7 +19,7 @@ STRIDE = 0xD1342543DE82EF95
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """One row to sample; see the contract."""
+    """One row to sample: what decides its token, and `key`, the sequence that it belongs to."""
 
     params: SamplingParams
     seed: int | None
