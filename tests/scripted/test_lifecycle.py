@@ -14,6 +14,7 @@ from torch import Tensor
 from dagengine import ContextRef, DagError, EngineDead, Keep, SamplingParams
 from dagengine.async_engine import EngineThread
 from dagengine.request import Event, FinishedEvent, Request
+from dagengine.sequence import SamplingRow
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 EVERY_MODE = pytest.mark.parametrize("step_mode", MODES, indirect=True)
@@ -97,6 +98,40 @@ def test_the_crowd_restores_and_preempts() -> None:
     run = crowd()
     run.run()
     assert run.core.stats.restored_tokens and run.core.num_preemptions
+
+
+def test_the_sampler_forgets_whoever_it_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, met, forgotten = crowd(), set[int](), set[int]()
+    sampler = run.core._sampler
+    launch, forget = sampler.launch, sampler.forget
+
+    def launched(logits: Tensor, rows: list[SamplingRow]) -> object:
+        met.update(row.key for row in rows)
+        return launch(logits, rows)
+
+    def forgot(key: int) -> None:
+        forgotten.add(key)
+        forget(key)
+
+    monkeypatch.setattr(sampler, "launch", launched)
+    monkeypatch.setattr(sampler, "forget", forgot)
+    run.run(12)
+    run.abort("reader")
+    run.run()
+    assert len(met) > 5 and met <= forgotten
+
+
+def test_a_step_that_only_collects_has_progressed() -> None:
+    run = world()
+    run.submit(question("q", keep=Keep()))
+    steps = 0
+    while run.core.has_work:
+        run.step()
+        steps += 1
+        assert run.core.progressed
+    assert steps == 5 + (run.core.overlap and 1)
+    run.step()
+    assert not run.core.progressed
 
 
 def test_aborting_what_is_not_there_is_nothing() -> None:
@@ -555,11 +590,15 @@ def test_one_failed_step_does_not_kill_the_engine(monkeypatch: pytest.MonkeyPatc
 
 @EVERY_MODE
 def test_closing_tells_every_request() -> None:
-    listener, engine = Listener(), EngineThread(scripted_core())
+    core = scripted_core()
+    listener, engine = Listener(), EngineThread(core)
     long = SamplingParams(max_tokens=100, temperature=0.0)
     accepted = [engine.submit([question(f"q{index}", sampling=long)], listener) for index in range(20)]
     for future in accepted:
         future.result(20)
     engine.close()
+    core.store.check()
+    stats = core.store.stats()
+    assert (stats.open_fences, stats.pages_waiting, stats.pages_live) == (0, 0, 0)
     assert len(listener.ends) == 20
     assert {end.error.code for end in listener.ends.values() if end.error} == {"cancelled"}

@@ -14,7 +14,7 @@ from simulator import Settings, run_world
 WORLDS_PER_TEST = 6
 GRAPHS_PER_WORLD = 8
 TESTS = 11
-OVERLAPPED = {"late": 4, "overlap": 1}
+OVERLAPPED = {"late": 3, "overlap": 1}
 
 
 @pytest.fixture(autouse=True)

@@ -67,6 +67,9 @@ class RoundedSource(DummySource):
         device, dtype = self.target
         return super().take(name, shape).bfloat16().to(device, dtype)
 
+    def take_fused(self, names, shapes):
+        return torch.cat([self.take(name, shape) for name, shape in zip(names, shapes, strict=True)])
+
 
 class Stepper:
     """Makes work and steps; every runner under test launches the same chunks."""

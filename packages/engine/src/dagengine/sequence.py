@@ -56,6 +56,10 @@ class Sequence(Work):
     prepare_began: float | None = None
     prepared: float | None = None
     first_token: float | None = None
+    num_input: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_input = len(self.request.input_ids)
 
     def begin_sampling(
         self,
@@ -71,9 +75,6 @@ class Sequence(Work):
             self.seed = params.seed if params.seed is not None else draw_seed()
         if tokenizer is not None:
             self.detokenizer = IncrementalDetokenizer(tokenizer.decode, params.stop)
-
-    def __post_init__(self) -> None:
-        self.num_input = len(self.request.input_ids)
 
     @property
     def sampled(self) -> list[int]:
@@ -121,18 +122,14 @@ class Sequence(Work):
         params = self.sampling
         assert params is not None
         step = self.num_sampled + self.pending
-        penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
-            1,
-            0,
-            0,
-        )
+        penalties = (params.repetition_penalty - 1.0, params.presence_penalty, params.frequency_penalty)
         return SamplingRow(
             params=params,
             seed=None if self.seed is None else self.seed + self.index * SEED_STRIDE,
             key=self.id,
             step=step,
             seen=self.seen,
-            sampled=self.sampled if penalised else (),
+            sampled=self.sampled if any(penalties) else (),
             banned=self.eos if step < params.min_tokens else frozenset(),
         )
 
