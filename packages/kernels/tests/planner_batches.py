@@ -77,6 +77,7 @@ def random_parameters(rng: random.Random) -> PlanParameters:
         work_cost=rng.choice((0, 1, 3)),
         run_cost=rng.choice((0, 0, 1, 2)),
         wide_cost=rng.choice((0.5, 1.15, 2.0)),
+        invariant_chunk=rng.choice((None, None, 1, 3)),
     )
 
 
@@ -181,7 +182,8 @@ def check_shape(arrays: PlanArrays, parameters: PlanParameters) -> None:
         assert (np.diff(one.work_indptr) >= 0).all()
         lengths = one.works[:, 3] - one.works[:, 2]
         cut = one.works[:, 4] >= 0
-        assert (lengths[cut] >= (1 if share_a_walk(one) else parameters.min_chunk)).all()
+        least = 1 if parameters.invariant_chunk or share_a_walk(one) else parameters.min_chunk
+        assert (lengths[cut] >= least).all()
     heights = [one.rows_per_tile for one in arrays.classes]
     assert heights == sorted(set(heights)) and set(heights) <= set(parameters.rows_per_tile)
 

@@ -57,17 +57,26 @@ class FusedBackend(AttentionBackend):
     Args:
         implementation: "cpu", "cuda", "tilelang" or "triton"; "auto" takes, for each plan, the first of `AUTO` that
             runs on its device and does not refuse it.
+        batch_invariant: promise what `Capabilities.batch_invariant` says, at the price of shared reads: every sequence
+            is then planned by itself. Implementations that cannot are refused, and `auto` passes over them; learned sinks
+            are refused when they are given.
         options: of that implementation's constructor; none with "auto".
     Raises: KernelError (invalid_argument; capability_missing where a named implementation cannot run).
     """
 
     name: ClassVar[str] = "fused"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        devices=("cpu", "cuda"), dtypes=(torch.float32, torch.bfloat16, torch.float16), in_place=True
+        devices=("cpu", "cuda"),
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        in_place=True,
+        batch_invariant=True,
     )
 
-    def __init__(self, implementation: str = "auto", **options: Any) -> None:
+    def __init__(
+        self, implementation: str = "auto", *, batch_invariant: bool = False, **options: Any
+    ) -> None:
         super().__init__()
+        self.batch_invariant = batch_invariant
         self._executors: dict[str, Executor] = {}
         self._on: dict[torch.device, list[Executor]] = {}
         self._named: Executor | None = None
@@ -101,6 +110,8 @@ class FusedBackend(AttentionBackend):
             return _label(self._named)
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         for name in AUTO[device.type]:
+            if self.batch_invariant and not _executor_class(name).invariant:
+                continue
             if _why_not(name, device) is None:
                 return _label(self._make(name, {}))
         return f"none ({self.unavailable(device)})"
@@ -191,6 +202,9 @@ class FusedBackend(AttentionBackend):
         nothing, and hold anything in out and lse2.
         Raises: KernelError (invalid_argument) also where another plan has taken the slot.
         """
+        if self.batch_invariant and sinks is not None:
+            message = "are taken in at another place where a row is merged: not batch-invariant"
+            raise KernelError(UNSUPPORTED, message, "sinks")
         self._check_run(plan, q, kv_layer, sinks, pads=isinstance(plan, FusedPlan) and plan.slot is not None)
         executor = self._maker(plan)
         assert isinstance(plan, FusedPlan)
@@ -236,11 +250,21 @@ class FusedBackend(AttentionBackend):
             if reason is not None:
                 raise KernelError(UNSUPPORTED, reason, "implementation")
             names = [name for name in AUTO[device.type] if _why_not(name, device) is None]
+            if self.batch_invariant:
+                ran, names = names, [name for name in names if _executor_class(name).invariant]
+                if not names:
+                    message = f"{', '.join(ran)} cannot: a row's bits depend on its batch"
+                    raise KernelError(UNSUPPORTED, message, "batch_invariant")
             found = self._on[device] = [self._make(name, {}) for name in names]
         return found
 
     def _make(self, name: str, options: dict[str, Any]) -> Executor:
         made = _executor_class(name)
+        if self.batch_invariant:
+            if not made.invariant:
+                message = f"{name!r} cannot: a row's bits depend on its batch"
+                raise KernelError(UNSUPPORTED, message, "batch_invariant")
+            options = {**options, "batch_invariant": True}
         if name not in self._executors:
             self._executors[name] = made(**options)
         return self._executors[name]

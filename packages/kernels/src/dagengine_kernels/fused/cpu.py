@@ -3,6 +3,8 @@
 Knows plans and how to hand tensors to the native module; what a walk does is in csrc/attend_cpu_kernel.h. Rows that do
 not see a run cost nothing in it, so tiles are tall and shared reads are free. The number of workers that a plan is cut
 for depends on the work alone: the bits of a result are the same for every number of threads, and from run to run.
+Made with `batch_invariant` it cuts plans at fixed places and scores the same keys at once in the same way for few rows
+and for many.
 """
 
 from __future__ import annotations
@@ -35,6 +37,12 @@ MAX_WORKERS = 256
 MIN_CHUNK_TOKENS = 512
 WORK_COST_TOKENS = 64
 
+INVARIANT_KEYS = 64
+"""Keys that a batch-invariant walk scores at once: a KV tile of a plan, or as many rows of a page that is larger."""
+
+INVARIANT_CHUNK_TOKENS = 1024
+"""About how many keys a batch-invariant plan has in a part."""
+
 ISA_VARIABLE = "DAGENGINE_CPU_ISA"
 """Names the instruction set to use where the constructor does not."""
 
@@ -45,13 +53,16 @@ class CpuExecutor(Executor):
     Args:
         isa: "avx512", "avx2" or "portable"; None takes what the variable `DAGENGINE_CPU_ISA` names, else the
             widest that the machine has.
+        batch_invariant: see `Executor.invariant`.
     Raises: KernelError (invalid_argument, or capability_missing without the native module).
     """
 
     name: ClassVar[str] = "cpu"
     capabilities: ClassVar[Capabilities] = Capabilities(devices=("cpu",), dtypes=tuple(DTYPES), in_place=True)
 
-    def __init__(self, isa: str | None = None) -> None:
+    invariant: ClassVar[bool] = True
+
+    def __init__(self, isa: str | None = None, *, batch_invariant: bool = False) -> None:
         missing = native.why_missing()
         if missing is not None:
             raise KernelError(UNSUPPORTED, missing, "implementation")
@@ -62,6 +73,7 @@ class CpuExecutor(Executor):
             message = f"this machine runs {', '.join(isas)}, not {wanted!r}"
             raise KernelError(INVALID_ARGUMENT, message, "isa")
         self.isa = wanted
+        self.batch_invariant = batch_invariant
         self.implementation = f"fused-cpu-{wanted}"
         self._workspace = self._native.Workspace()
         self._one_launch = threading.Lock()
@@ -74,15 +86,19 @@ class CpuExecutor(Executor):
 
     def parameters(self, table: SegmentTable, shape: AttentionShape, device: torch.device) -> PlanParameters:
         tokens = WORK_COST_TOKENS // table.page_size
+        boxes = max(1, INVARIANT_KEYS // table.page_size) if self.batch_invariant else 1
         return PlanParameters(
             group=shape.group,
             num_kv_heads=shape.num_kv_heads,
             rows_per_tile=(tile_rows(shape.group),),
             workers=(workers(table, shape),),
-            boxes=1,
+            boxes=boxes,
             window=shape.window,
             min_chunk=-(-MIN_CHUNK_TOKENS // table.page_size),
-            work_cost=max(1, tokens),
+            work_cost=max(1, tokens // boxes),
+            invariant_chunk=(
+                -(-INVARIANT_CHUNK_TOKENS // (boxes * table.page_size)) if self.batch_invariant else None
+            ),
         )
 
     def load(self, plan: FusedPlan) -> None:
@@ -106,6 +122,7 @@ class CpuExecutor(Executor):
             rotary_length=0 if rotary is None else rotary.length,
             half=0 if rotary is None else rotary.rotary_dim // 2,
             interleaved=rotary is not None and rotary.pairing == "interleaved",
+            invariant=self.batch_invariant,
         )
 
     def run(

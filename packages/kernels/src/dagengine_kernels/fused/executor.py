@@ -55,6 +55,9 @@ class Executor(ABC):
     """Whether `advance` works."""
     slots: ClassVar[bool] = False
     """Whether it loads plans into slots."""
+    invariant: ClassVar[bool] = False
+    """Whether its constructor takes `batch_invariant`: plans are then cut at fixed places (`invariant_chunk`), and what a
+    row's bits are depends on its q, what its sequence lists up to it, and nothing else."""
 
     @classmethod
     @abstractmethod

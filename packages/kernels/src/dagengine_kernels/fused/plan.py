@@ -56,6 +56,10 @@ class PlanParameters:
         work_cost: what starting a work costs, in KV tiles.
         run_cost: what going on to another run within a work costs (q turns), in KV tiles.
         wide_cost: the cost of a KV tile at the largest height relative to one at the smallest.
+        invariant_chunk: for a batch-invariant plan the KV tiles of a part, else None. Every sequence then walks by
+            itself, all that it lists in its order, and is cut at every so many KV tiles from the walk's begin: what a
+            row's parts are made of, and their order, depends on what its sequence lists up to it and on nothing else
+            (alone_twin.py draws it). Reads are not shared, and min_chunk and wide_cost have no meaning.
     """
 
     group: int
@@ -68,6 +72,7 @@ class PlanParameters:
     work_cost: int = 3
     run_cost: int = 0
     wide_cost: float = 1.15
+    invariant_chunk: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

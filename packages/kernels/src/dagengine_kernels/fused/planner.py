@@ -2,6 +2,7 @@
 
 The C++ planner does the work where the package was built with it; otherwise its twin does, with equal results.
 What is planned depends on what sequences see, not on the order in which they see it: the steps are in planner_twin.py.
+Batch-invariant plans keep each sequence's own order: their steps are in alone_twin.py.
 """
 
 from __future__ import annotations
@@ -115,6 +116,7 @@ def _call(
         parameters.work_cost,
         parameters.run_cost,
         parameters.wide_cost,
+        parameters.invariant_chunk,
     )
     pages = None
     if reserve is not None:
@@ -185,6 +187,9 @@ def check_parameters(parameters: PlanParameters) -> None:
         raise KernelError(INVALID_ARGUMENT, message, "workers")
     if parameters.window is not None and parameters.window < 1:
         raise KernelError(INVALID_ARGUMENT, f"must be at least 1, not {parameters.window}", "window")
+    if parameters.invariant_chunk is not None and parameters.invariant_chunk < 1:
+        message = f"must be at least 1, not {parameters.invariant_chunk}"
+        raise KernelError(INVALID_ARGUMENT, message, "invariant_chunk")
     if not parameters.wide_cost > 0:
         raise KernelError(INVALID_ARGUMENT, f"must be positive, not {parameters.wide_cost}", "wide_cost")
 

@@ -25,6 +25,7 @@ from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 
+from dagengine_kernels.fused.alone_twin import AlonePlanner
 from dagengine_kernels.fused.plan import (
     ENTRY_ROWS,
     INVISIBLE,
@@ -49,6 +50,8 @@ def plan_spans(
     table: SpanTable, parameters: PlanParameters, reserve: Sequence[Sequence[int]] | None = None
 ) -> PlanArrays:
     """As `planner.plan_spans`, for a valid table and valid parameters."""
+    if parameters.invariant_chunk is not None:
+        return AlonePlanner(table, parameters, reserve).plan(tokens_unique(table))
     return _Planner(table, parameters, reserve).plan()
 
 

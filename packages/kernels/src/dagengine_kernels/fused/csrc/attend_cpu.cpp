@@ -82,7 +82,7 @@ public:
     CpuPlan(
         const std::string& isa, const py::object& arrays, Longs q_positions, int head_dim, int group, int num_kv_heads,
         double scale, double softcap, int64_t window, uintptr_t cos, uintptr_t sin, int64_t rotary_length, int half,
-        bool interleaved
+        bool interleaved, bool invariant
     )
         : isa_(isa_named(isa)),
           entries_(arrays.attr("entries").cast<Ints>()),
@@ -112,6 +112,7 @@ public:
         c.rotary_length = rotary_length;
         c.half = half;
         c.interleaved = interleaved;
+        c.invariant = invariant;
         for (const py::handle& each : arrays.attr("classes")) {
             auto tile_rows = each.attr("tile_rows").cast<Ints>();
             auto works = each.attr("works").cast<Ints>();
@@ -255,10 +256,10 @@ void bind_cpu(py::module_& m) {
         .def(
             py::init<
                 const std::string&, const py::object&, Longs, int, int, int, double, double, int64_t, uintptr_t,
-                uintptr_t, int64_t, int, bool>(),
+                uintptr_t, int64_t, int, bool, bool>(),
             py::arg("isa"), py::arg("arrays"), py::arg("q_positions"), py::arg("head_dim"), py::arg("group"),
             py::arg("num_kv_heads"), py::arg("scale"), py::arg("softcap"), py::arg("window"), py::arg("cos"),
-            py::arg("sin"), py::arg("rotary_length"), py::arg("half"), py::arg("interleaved")
+            py::arg("sin"), py::arg("rotary_length"), py::arg("half"), py::arg("interleaved"), py::arg("invariant")
         )
         .def("threads", &CpuPlan::threads, py::arg("allowed"))
         .def("temp_bytes", &CpuPlan::temp_bytes, py::arg("allowed"))

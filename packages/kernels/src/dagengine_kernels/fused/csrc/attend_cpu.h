@@ -30,6 +30,7 @@ struct Call {
     int num_kv_heads;
     int max_slots;
     int64_t window;  // 0: none
+    bool invariant;  // a row's bits are those of the row alone
     float scale;
     float softcap;  // 0: none
 

@@ -7,6 +7,8 @@
 //
 // Few rows (one strip): scores are dot products along the head dimension, K and V are read where they lie. Many rows:
 // K is transposed once per block, so that scores are products of broadcast queries and vectors of keys.
+// A batch-invariant walk always does the latter, and its blocks are the plan's KV tiles (the first KB rows of a page that
+// is larger, then the next): which keys are summed together, and how, is then the same whatever rows share the tile.
 #pragma once
 
 #include <type_traits>
@@ -313,14 +315,19 @@ public:
         Block<T>*filling = blocks, *full = nullptr;  // a block waits until the next is known, which it fetches
         clear(*filling);
         int32_t run = -1;
+        int64_t block_tile = -1;  // of an invariant walk, the KV tile that the block is
         int64_t stop = int64_t(end) * c.boxes;
         for (int64_t e = int64_t(begin) * c.boxes; e < stop; e++) {
             const int32_t* entry = c.entries + e * 4;
             int32_t page = entry[0], position = entry[2];
             int lo = entry[1] & 0xffff, hi = int(uint32_t(entry[1]) >> 16);
             if (page < 0 || lo >= hi) continue;
+            if (c.invariant && e / c.boxes != block_tile) {
+                flush(full, *filling, e, stop);
+                block_tile = e / c.boxes;
+            }
             if (entry[3] != run) {
-                bool same = run >= 0 && same_view(run, entry[3]);
+                bool same = run >= 0 && !c.invariant && same_view(run, entry[3]);
                 run = entry[3];
                 if (!same) {
                     flush(full, *filling, e, stop);
@@ -329,7 +336,7 @@ public:
             }
             if (!visible) continue;
             hi = int(smaller(hi, widest - position + 1));
-            if (c.window) lo = int(larger(lo, narrowest - c.window + 1 - position));
+            if (c.window && !c.invariant) lo = int(larger(lo, narrowest - c.window + 1 - position));
             while (lo < hi) {
                 lo = add(*filling, page, lo, hi, position);
                 if (filling->count < KB) break;
@@ -514,7 +521,7 @@ private:
 
     template <class T>
     void score(const Block<T>& b, Ahead ahead) {
-        if (visible <= STRIP) {
+        if (visible <= STRIP && !c.invariant) {
             ahead.second = 0;
             strip(b, b.k, b.to_value, ahead, 0, visible, false);
             return;

@@ -484,6 +484,7 @@ class Planner {
 }  // namespace
 
 Plan plan(const Batch& batch, const Parameters& parameters, const Reserve& reserve) {
+    if (parameters.invariant_chunk) return plan_alone(batch, parameters, reserve);
     // Behind a pointer: the address of a thread's own object is looked up again at every use otherwise.
     static thread_local const auto planner = std::make_unique<Planner>();
     return planner->run(batch, parameters, reserve);

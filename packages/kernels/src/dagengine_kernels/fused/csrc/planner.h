@@ -66,6 +66,7 @@ struct Parameters {
     int64_t window;  // 0: none
     int64_t min_chunk, work_cost, run_cost;
     double wide_cost;
+    int64_t invariant_chunk;  // 0: not batch-invariant
 };
 
 // Pages that each sequence will grow into: indptr [sequences + 1], or null where the plan is for one step.
@@ -97,6 +98,9 @@ bool valid(const Batch& batch);
 
 // A valid batch -> its plan.
 Plan plan(const Batch& batch, const Parameters& parameters, const Reserve& reserve);
+
+// The same for parameters with an invariant_chunk.
+Plan plan_alone(const Batch& batch, const Parameters& parameters, const Reserve& reserve);
 
 // As to_spans of fused/spans.py; false where an extent is not one that SegmentTable.validate accepts.
 bool find_spans(const int32_t* extent_indptr, int64_t sequences, const Extent* extents, int64_t page_size,

@@ -40,6 +40,9 @@ MERGE_ROWS = 1024
 TAILS = 64
 """What a slot's lists of tails are padded to at least."""
 
+INVARIANT_CHUNK_KEYS = 1024
+"""Keys that a batch-invariant plan has in a part."""
+
 MAX_MAPS = 4096
 """Layers of which the tensor map is remembered."""
 
@@ -112,7 +115,11 @@ class Geometry:
 
 
 def macros(
-    geometry: Geometry, shape: AttentionShape, rotary: RotaryTable | None, dtype: torch.dtype
+    geometry: Geometry,
+    shape: AttentionShape,
+    rotary: RotaryTable | None,
+    dtype: torch.dtype,
+    invariant: bool = False,
 ) -> dict[str, int | str]:
     """What attend.cu is compiled with."""
     return {
@@ -127,6 +134,7 @@ def macros(
         "INTERLEAVED": int(rotary is not None and rotary.pairing == "interleaved"),
         "SOFTCAP": int(shape.softcap is not None),
         "WINDOW": int(shape.window is not None),
+        "INVARIANT": int(invariant),
     }
 
 
@@ -155,6 +163,7 @@ class CudaExecutor(Executor):
     Args:
         keys: keys per KV tile, 64 or 128; None chooses by the batch: 128 for long sequences and for pages whose readers
             fill tiles of 128 rows, where registers suffice.
+        batch_invariant: see `Executor.invariant`; None for `keys` is then 64.
     """
 
     name: ClassVar[str] = "cuda"
@@ -168,11 +177,13 @@ class CudaExecutor(Executor):
     implementation: ClassVar[str] = "fused-cuda-sm90"
     advances: ClassVar[bool] = True
     slots: ClassVar[bool] = True
+    invariant: ClassVar[bool] = True
 
-    def __init__(self, keys: int | None = None) -> None:
+    def __init__(self, keys: int | None = None, *, batch_invariant: bool = False) -> None:
         if keys not in (None, 64, 128):
             raise KernelError(INVALID_ARGUMENT, f"must be 64 or 128, not {keys}", "keys")
         self._keys = keys
+        self.batch_invariant = batch_invariant
         self._rotary: dict[int, tuple[RotaryTable, Tensor]] = {}
         self._staging: dict[torch.device, Staging] = {}
         self._maps: dict[tuple[object, ...], ctypes.Array] = {}
@@ -194,7 +205,8 @@ class CudaExecutor(Executor):
             )
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         long = bool(len(table.q_indptr) > 1 and np.diff(table.q_indptr).max() * shape.group > NARROW)
-        wide = _may_be_wide(shape) and (long or _mostly_shared(table, shape.group))
+        shares = not self.batch_invariant and (long or _mostly_shared(table, shape.group))
+        wide = _may_be_wide(shape) and shares
         keys = self._keys or (128 if wide else 64)
         heights = (WIDE,) if long or keys == 128 else (NARROW, WIDE)
         return PlanParameters(
@@ -207,6 +219,7 @@ class CudaExecutor(Executor):
             min_chunk=256 // keys,
             work_cost=256 // keys,
             run_cost=1,
+            invariant_chunk=INVARIANT_CHUNK_KEYS // keys if self.batch_invariant else None,
         )
 
     def load(self, plan: FusedPlan) -> None:
@@ -266,7 +279,10 @@ class CudaExecutor(Executor):
             rows = c.rows_per_tile
             geometry = Geometry(rows, plan.table.page_size, arrays.boxes, shape.head_dim)
             kernel = driver.kernel(
-                "attend", "attend", macros(geometry, shape, plan.rotary, plan.dtype), device.index
+                "attend",
+                "attend",
+                macros(geometry, shape, plan.rotary, plan.dtype, self.batch_invariant),
+                device.index,
             )
             params = AttendParams(
                 o_part=slot.o_part.data_ptr(),
@@ -288,6 +304,7 @@ class CudaExecutor(Executor):
                 slot.ints("merge_indptr", merge_rows + 1),
                 slot.ints("merge_parts", len(arrays.merge_parts)),
                 split_of(len(arrays.merge_parts), len(arrays.merge_rows)),
+                self.batch_invariant,
             )
         if plan.slot is not None:
             prepare(device.index)
@@ -451,5 +468,6 @@ def variants() -> Iterable[driver.Variant]:
             geometries += [(64, 16, 64), (128, 64, 64), (128, 16, 64)]
         for rows, page, keys in geometries:
             geometry = Geometry(rows, page, keys // page, dim)
-            defined = tuple(sorted(macros(geometry, shape, rotary, dtype).items()))
-            yield driver.Variant("attend", "attend", defined)
+            for invariant in (False, True)[: 1 + (keys == 64)]:
+                defined = tuple(sorted(macros(geometry, shape, rotary, dtype, invariant).items()))
+                yield driver.Variant("attend", "attend", defined)

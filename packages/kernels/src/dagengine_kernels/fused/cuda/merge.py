@@ -48,12 +48,15 @@ class MergeLists:
         indptr: [J + 1]; what belongs to such entries is not read.
         parts: indices into the first axis of the partial results.
         split: how many warps share a row, 1, 2 or 4; None chooses by the lengths of `parts` and `rows`.
+        ordered: one warp adds a row's parts in their order, and parts with lse2 = -inf leave no trace in the bits;
+            `split` is then 1.
     """
 
     rows: Tensor
     indptr: Tensor
     parts: Tensor
     split: int | None = None
+    ordered: bool = False
 
     @classmethod
     def load(cls, arrays: PlanArrays, device: torch.device) -> MergeLists:
@@ -91,7 +94,7 @@ def merge_parts(
     _check(o_part, lse2_part, out, lse2, sinks)
     if num_rows == 0:
         return
-    split = lists.split or split_of(len(lists.parts), num_rows)
+    split = 1 if lists.ordered else lists.split or split_of(len(lists.parts), num_rows)
     params = _Params(
         o_part=o_part.data_ptr(),
         lse2_part=lse2_part.data_ptr(),
@@ -106,7 +109,7 @@ def merge_parts(
     )
     if stream is None:
         stream = torch.cuda.current_stream(out.device).cuda_stream
-    found = _kernel(out.dtype, o_part.dtype, dim, group, split, out.device.index)
+    found = _kernel(out.dtype, o_part.dtype, dim, group, split, lists.ordered, out.device.index)
     found.launch(
         (-(-num_rows * group * split // WARPS), 1, 1), (WARPS * 32, 1, 1), 0, stream, params, pdl=pdl
     )
@@ -120,7 +123,7 @@ def split_of(num_parts: int, num_rows: int) -> int:
 
 @functools.cache
 def _kernel(
-    dtype: torch.dtype, part_dtype: torch.dtype, dim: int, group: int, split: int, device: int
+    dtype: torch.dtype, part_dtype: torch.dtype, dim: int, group: int, split: int, ordered: bool, device: int
 ) -> Kernel:
     macros = {
         "DTYPE": DTYPES[dtype],
@@ -129,6 +132,7 @@ def _kernel(
         "GROUP": group,
         "VEC": 4 if dim % 128 == 0 else 2 if dim % 2 == 0 else 1,
         "SPLIT": split,
+        "ORDERED": int(ordered),
     }
     return kernel("merge", "merge_parts", macros, device)
 
@@ -169,15 +173,18 @@ def variants() -> tuple[Variant, ...]:
                 ("GROUP", group),
                 ("VEC", 4 if dim == 128 else 2),
                 ("SPLIT", split),
+                ("ORDERED", ordered),
             ),
         )
-        for dtype, part, dim, group, split in (
-            (2, 0, 128, 4, 1),
-            (2, 0, 128, 4, 2),
-            (2, 0, 128, 8, 4),
-            (2, 0, 64, 3, 1),
-            (1, 0, 128, 4, 4),
-            (2, 2, 128, 4, 1),
-            (0, 0, 64, 2, 1),
+        for dtype, part, dim, group, split, ordered in (
+            (2, 0, 128, 4, 1, 0),
+            (2, 0, 128, 4, 1, 1),
+            (2, 0, 128, 4, 2, 0),
+            (2, 0, 128, 8, 4, 0),
+            (2, 0, 64, 3, 1, 0),
+            (2, 0, 64, 3, 1, 1),
+            (1, 0, 128, 4, 4, 0),
+            (2, 2, 128, 4, 1, 0),
+            (0, 0, 64, 2, 1, 0),
         )
     )

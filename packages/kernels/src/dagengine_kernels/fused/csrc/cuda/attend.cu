@@ -8,7 +8,9 @@
 //     consumer     S0 = q K0 | softmax 0, S1 = q K1, O += P0 V0 | ...   empty[s]: every consumer warp has read it
 //
 // Macros: HEAD_DIM 64|128, GROUP, ROWS 64|128, PAGE 16|64, BOXES (PAGE * BOXES = 64 or 128 keys), STAGES, HALF_FLOAT 0|1
-// (fp16 instead of bf16), ROTARY_DIM (0: none; a multiple of 16), INTERLEAVED 0|1, SOFTCAP 0|1, WINDOW 0|1.
+// (fp16 instead of bf16), ROTARY_DIM (0: none; a multiple of 16), INTERLEAVED 0|1, SOFTCAP 0|1, WINDOW 0|1, INVARIANT 0|1
+// (a row's m grows when its own scores ask for it, else when those of any row of its warp do: what a work brings to a row
+// then depends on the row and the work's KV tiles alone, since tiles that it does not see leave m, l and O as they are).
 // Knows no requests; positions only as the integers of the plan.
 
 #include "hopper.cuh"
@@ -204,7 +206,7 @@ __device__ __forceinline__ void finish(
     const Params& p, const Row& row, const float (&o)[O_REGS], int which, int kv_head, int part, float unit, int t) {
     const float l = quad_sum(row.l);
     float share = l > 0.f ? 1.f / l : 0.f;
-    float lse2 = l > 0.f ? row.m * unit + log2f(l) : MINUS_INF;
+    float lse2 = l > 0.f ? fmaf(row.m, unit, log2f(l)) : MINUS_INF;
     if (part >= 0) {
         const long long at = (long long)(part + row.slot) * GROUP + row.head;
         const bool write = row.index >= 0 && l > 0.f;
@@ -268,17 +270,26 @@ __device__ __forceinline__ bool softmax(
 #pragma unroll
         for (int i = 0; i < 4; ++i) top[i] = fmaxf(top[i], s[4 * n + i]);
     float top0 = fmaxf(top[0], top[1]), top1 = fmaxf(top[2], top[3]);
+#if INVARIANT
+    top0 = quad_max(top0);
+    top1 = quad_max(top1);
+    const bool grows0 = top0 > r0.limit, grows1 = top1 > r1.limit;
+    const bool grows = __any_sync(~0u, grows0 || grows1);
+    if (grows) {
+        const float m0 = grows0 ? fmaxf(r0.m, top0) : r0.m, m1 = grows1 ? fmaxf(r1.m, top1) : r1.m;
+#else
     const bool grows = __any_sync(~0u, top0 > r0.limit || top1 > r1.limit);
     if (grows) {
         top0 = quad_max(top0);
         top1 = quad_max(top1);
         const float m0 = r0.reach < 0 ? r0.m : fmaxf(r0.m, top0), m1 = r1.reach < 0 ? r1.m : fmaxf(r1.m, top1);
+#endif
         alpha0 = r0.m == m0 ? 1.f : exp2_fast((r0.m - m0) * unit);
         alpha1 = r1.m == m1 ? 1.f : exp2_fast((r1.m - m1) * unit);
         r0.m = m0;
         r1.m = m1;
-        r0.l *= alpha0;
-        r1.l *= alpha1;
+        r0.l = __fmul_rn(r0.l, alpha0);   // not fused with the sums below in some copies of this code only
+        r1.l = __fmul_rn(r1.l, alpha1);
         set_exponents(r0, unit);
         set_exponents(r1, unit);
     }

@@ -91,6 +91,10 @@ struct Unrotated {
 };
 
 #if ROTARY_DIM > 0
+// a * b + c * d, and with -: rounded alike in every copy of the code.
+__device__ __forceinline__ float sum_of(float a, float b, float c, float d) { return fmaf(a, b, __fmul_rn(c, d)); }
+__device__ __forceinline__ float difference_of(float a, float b, float c, float d) { return fmaf(a, b, -__fmul_rn(c, d)); }
+
 // cos and sin of the columns of block b (8 columns, of which a thread has 2) at a position.
 #if INTERLEAVED
 typedef float2 Angles;
@@ -98,7 +102,7 @@ constexpr int ANGLE_BLOCKS = ROTARY_DIM / 8;
 __device__ __forceinline__ Angles angles(const float* table, int b, int t) { return *(const float2*)(table + 8 * b + 2 * t); }
 __device__ __forceinline__ void turn_block(u32 (&a)[STEPS_D][4], const u32 (&x)[D / 8], int which, int b, Angles cs) {
     const float2 v = unpack(x[b]);
-    a[b / 2][(b & 1) * 2 + which] = pack(v.x * cs.x - v.y * cs.y, v.y * cs.x + v.x * cs.y);
+    a[b / 2][(b & 1) * 2 + which] = pack(difference_of(v.x, cs.x, v.y, cs.y), sum_of(v.y, cs.x, v.x, cs.y));
 }
 #else
 typedef float4 Angles;
@@ -107,8 +111,8 @@ __device__ __forceinline__ Angles angles(const float* table, int b, int t) { ret
 __device__ __forceinline__ void turn_block(u32 (&a)[STEPS_D][4], const u32 (&x)[D / 8], int which, int b, Angles cs) {
     const int c = b + ANGLE_BLOCKS;
     const float2 v = unpack(x[b]), w = unpack(x[c]);
-    a[b / 2][(b & 1) * 2 + which] = pack(v.x * cs.x - w.x * cs.y, v.y * cs.z - w.y * cs.w);
-    a[c / 2][(c & 1) * 2 + which] = pack(w.x * cs.x + v.x * cs.y, w.y * cs.z + v.y * cs.w);
+    a[b / 2][(b & 1) * 2 + which] = pack(difference_of(v.x, cs.x, w.x, cs.y), difference_of(v.y, cs.z, w.y, cs.w));
+    a[c / 2][(c & 1) * 2 + which] = pack(sum_of(w.x, cs.x, v.x, cs.y), sum_of(w.y, cs.z, v.y, cs.w));
 }
 #endif
 __device__ __forceinline__ const float* rotation(const Params& p, int reach) {

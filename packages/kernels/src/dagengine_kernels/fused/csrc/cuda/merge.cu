@@ -3,7 +3,8 @@
 // SPLIT warps take a merge row (table row, kv head) and one of its G query heads, each a stretch of its parts. Parts are
 // added in the order listed and the warps' sums in theirs, so the bits are the same from run to run. A part with
 // lse2 = -inf counts nothing, whatever its o_part holds. Configured by DTYPE (of `out`), PART_DTYPE (of `o_part`),
-// HEAD_DIM, GROUP, VEC, SPLIT (1, 2 or 4).
+// HEAD_DIM, GROUP, VEC, SPLIT (1, 2 or 4), ORDERED 0|1 (only with SPLIT 1: parts that count nothing leave no trace, so
+// that a row's bits depend on the others and their order alone).
 #include "vectors.cuh"
 
 struct Params {
@@ -17,6 +18,8 @@ struct Params {
     const float* sinks;          // [Hq] logits (base e), or null
     int num_rows, kv_heads;
 };
+
+static_assert(!ORDERED || SPLIT == 1, "one warp adds all parts of a row, in their order");
 
 constexpr int WARPS = 4;
 constexpr int ROUNDS = (HEAD_DIM / VEC + 31) / 32;
@@ -82,6 +85,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) merge_parts(const __gri
     for (int r = 0; r < ROUNDS; ++r)
 #pragma unroll
         for (int i = 0; i < VEC; ++i) mine.sum[r][i] = 0.0f;
+    if constexpr (ORDERED) {
+        for (int i = begin + lane; i < end; i += 32)
+            mine.top = fmaxf(mine.top, p.lse2_part[static_cast<i64>(p.parts[i]) * GROUP + g]);
+        mine.top = warp_max(mine.top);
+    }
     for (int base = begin; base < end; base += 32) {
         if (base > begin) part = base + lane < end ? p.parts[base + lane] : -1;
         const int count = min(32, end - base);
@@ -91,26 +99,29 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) merge_parts(const __gri
         const float lse2 = part >= 0 ? p.lse2_part[static_cast<i64>(part) * GROUP + g] : minus_infinity();
         const float top = fmaxf(mine.top, warp_max(lse2));
         const float finite_top = top == minus_infinity() ? 0.0f : top;
-        const float scale = exp2f(mine.top - finite_top);
         const float weight = exp2f(lse2 - finite_top);
-        mine.total = mine.total * scale + warp_sum(weight);
-        mine.top = top;
+        if constexpr (!ORDERED) {
+            const float scale = exp2f(mine.top - finite_top);
+            mine.total = mine.total * scale + warp_sum(weight);
+            mine.top = top;
 #pragma unroll
-        for (int r = 0; r < ROUNDS; ++r)
+            for (int r = 0; r < ROUNDS; ++r)
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) mine.sum[r][i] *= scale;
+                for (int i = 0; i < VEC; ++i) mine.sum[r][i] *= scale;
+        }
         for (int n = 0; n < count; n += AHEAD) {
             if (n > 0) load_parts(loaded, p, part, n, count, g, lane);
 #pragma unroll
             for (int a = 0; a < AHEAD; ++a) {
                 const float w = __shfl_sync(0xffffffffu, weight, (n + a) & 31);
+                if (ORDERED && n + a < count) mine.total += w;
 #pragma unroll
                 for (int r = 0; r < ROUNDS; ++r) {
                     float x[VEC];
                     loaded[a][r].unpack(x);
 #pragma unroll
                     for (int i = 0; i < VEC; ++i)
-                        if (n + a < count && w > 0.0f) mine.sum[r][i] += w * x[i];
+                        if (n + a < count && w > 0.0f) mine.sum[r][i] = fmaf(w, x[i], mine.sum[r][i]);
                 }
             }
         }
