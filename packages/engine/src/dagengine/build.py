@@ -7,6 +7,7 @@ silently.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -36,11 +37,15 @@ from .cuda_runner import make_runner
 from .devices import place, use_device
 from .errors import DagError, as_dag_error
 from .memory import gib_of, num_pages
+from .models.linear import why_not_invariant
 from .models.registry import Model, model_class
 from .tokenizer import Tokenizer
-from .weights import Closing, DummySource, SafetensorsSource, stored_dtype
+from .weights import Closing, DummySource, SafetensorsSource, WeightSource, stored_dtype
 
 log = logging.getLogger("dagengine")
+
+WIDE_ROW = 2**15
+"""Elements from which on torch sums a row by itself in another way than among others (its grain size)."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +140,10 @@ def _build_core(
         torch.set_num_threads(config.threads)
     checkpoint = files.geometry.dtype or (None if config.load_format == "dummy" else stored_dtype(folder))
     placement = place(config, files.geometry, checkpoint)
-    _check_options(config, placement.device)
     device, dtype = placement.device, placement.dtype
     log.info("device %s: %s", device, placement.reason)
     use_device(device)
+    _check_options(config, device, dtype, files.geometry)
     has_text = text and (folder / "tokenizer.json").exists()
     tokenizer = Tokenizer(folder, chat_template) if has_text else None
     begin = time.perf_counter()
@@ -149,7 +154,7 @@ def _build_core(
     else:
         source = SafetensorsSource(folder, dtype=dtype, device=device)
     with Closing(source) as tensors:
-        loaded = model_class(files.geometry.architecture).load(files.geometry, tensors)
+        loaded = load_model(files.geometry, tensors, batch_invariant=config.batch_invariant)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         taken = gib_of(torch.cuda.memory_allocated(device))
@@ -190,7 +195,9 @@ def assemble(
         clock: seconds that only grow; the states' times to live are measured by it.
     """
     device = device or torch.device("cpu")
-    _check_options(config, device)
+    _check_options(config, device, dtype, geometry)
+    if config.batch_invariant and getattr(model, "batch_invariant", False) is not True:
+        raise DagError("unsupported", "the model was loaded without it", "batch_invariant")
     given, config = config, config.on(device.type)
     max_model_len = config.max_model_len or geometry.max_positions
     if max_model_len > geometry.max_positions:
@@ -224,7 +231,10 @@ def assemble(
             dtype,
             device,
         )
-        store = KVStore(pages, config.page_size, clock=clock)
+        # KV that was computed at other positions gives the same attention in other bits.
+        store = KVStore(
+            pages, config.page_size, clock=clock, reuse_across_positions=not config.batch_invariant
+        )
     except (MemoryError, RuntimeError):
         message = f"the memory does not hold {pages} KV pages of {config.page_size} tokens; ask for fewer"
         asked = [name for name in POOL_SIZES if getattr(given, name) is not None]
@@ -303,11 +313,32 @@ def _length_dependent(geometry: ModelGeometry) -> bool:
     return any(g.rope is not None and g.rope.kind in ("dynamic", "longrope") for g in geometry.groups)
 
 
-def _check_options(config: EngineConfig, device: torch.device) -> None:
+def load_model(geometry: ModelGeometry, source: WeightSource, *, batch_invariant: bool = False) -> Model:
+    """The model of a geometry's architecture.
+
+    Raises: DagError, also (unsupported) where `batch_invariant` is asked for and its class does not promise it.
+    """
+    found = model_class(geometry.architecture)
+    if not batch_invariant:
+        return found.load(geometry, source)
+    if "batch_invariant" not in inspect.signature(found.load).parameters:
+        message = f"the model class for {geometry.architecture!r} does not promise it"
+        raise DagError("unsupported", message, "batch_invariant")
+    invariant: Any = found
+    model: Model = invariant.load(geometry, source, batch_invariant=True)
+    return model
+
+
+def _check_options(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, geometry: ModelGeometry
+) -> None:
     """Refuse what this device cannot do. Raises: DagError naming the option."""
     if config.batch_invariant:
-        message = "there are no kernels yet that give a request the same bits in any batch; leave it out"
-        raise DagError("unsupported", message, "batch_invariant")
+        reason = why_not_invariant(dtype, device)
+        if reason is None and device.type == "cpu" and geometry.hidden_size >= WIDE_ROW:
+            reason = f"the norm of a single row of {geometry.hidden_size} is split among threads on a CPU"
+        if reason is not None:
+            raise DagError("unsupported", reason, "batch_invariant")
     if config.gpu_memory_utilization is not None and device.type != "cuda":
         message = f"the model runs on {device}; size its pool with kv_memory_gib or kv_pages"
         raise DagError("invalid_request", message, "gpu_memory_utilization")

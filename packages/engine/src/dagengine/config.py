@@ -55,7 +55,8 @@ class EngineConfig:
         gpu_memory_utilization: fraction of the card's memory, in (0, 1], that weights, pool and activations may
             take together with whatever else is on the card. Only on a GPU.
         enforce_eager: launch every kernel by itself; never capture and replay CUDA graphs. Nothing to choose on a CPU.
-        batch_invariant: the same bits for a request in any batch; refused where the kernels cannot promise it.
+        batch_invariant: the same bits for a request in any batch, on a CPU in bfloat16 and on a GPU in bfloat16 or
+            float16; refused where the kernels cannot promise it. Costs shared reads.
         attention_backend: `auto` or the name of a registered backend.
         position_policy: for requests that name none.
         seed: of dummy weights and of the seeds drawn for requests that name none; None draws from the system.

@@ -22,11 +22,11 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from dagengine_kernels import AttentionBackend, get_backend
+from dagengine_kernels import AttentionBackend
 from dagengine_kvstore import KVStore, KVStoreError, NodeRecord
 from dagengine_positions import ModelAdapter, ModelGeometry
 
-from .attention import choose_backend
+from .attention import choose_backend, make_backend
 from .config import EngineConfig
 from .errors import DagError, as_dag_error
 from .pipeline import Launch, Pipeline
@@ -71,7 +71,9 @@ class EngineCore:
     ) -> None:
         self.config, self.store, self.geometry = config, store, geometry
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
-        self.attention = choose_backend(config.attention_backend, runner)
+        self.attention = choose_backend(
+            config.attention_backend, runner, batch_invariant=config.batch_invariant
+        )
         self.default_backend = self.attention.name
         self._runner, self._observer = runner, observer
         self._eos = frozenset(eos_token_ids)
@@ -430,7 +432,11 @@ class EngineCore:
             self.store.unhold(node)
         assert running.prepared is not None
         running.choices[sequence.index] = sequence.choice(
-            running.prepared, state, self._backend(sequence.backend).implementation, running.submitted
+            running.prepared,
+            state,
+            self._backend(sequence.backend).implementation,
+            running.submitted,
+            batch_invariant=self.config.batch_invariant,
         )
         if refusal is not None or len(running.choices) == len(running.sequences):
             self._finish(running, refusal)
@@ -511,7 +517,7 @@ class EngineCore:
     def _backend(self, name: str) -> AttentionBackend:
         if name not in self._backends:
             try:
-                self._backends[name] = get_backend(name)
+                self._backends[name] = make_backend(name, batch_invariant=self.config.batch_invariant)
             except Exception as error:
                 raise DagError("unsupported", str(error), "backend") from None
         return self._backends[name]

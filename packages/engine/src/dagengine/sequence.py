@@ -188,13 +188,22 @@ class Sequence(Work):
             spans["turn"] = (self.request.turn_start, end)
         return spans
 
-    def choice(self, prepared: Prepared, state: str | None, implementation: str, submitted: float) -> Choice:
+    def choice(
+        self,
+        prepared: Prepared,
+        state: str | None,
+        implementation: str,
+        submitted: float,
+        *,
+        batch_invariant: bool,
+    ) -> Choice:
         """The finished answer.
 
         Args:
             state: the id under which it was kept, if it was.
             implementation: what ran as its attention backend.
             submitted: when the request came, on the clock of `time.perf_counter`.
+            batch_invariant: whether its bits are the same in any batch.
         """
         assert self.finish_reason is not None and self.first_token is not None
         matched = self.matched or 0
@@ -223,7 +232,7 @@ class Sequence(Work):
                     "implementation": implementation,
                     "rewrites": [],
                     "order": "as given",
-                    "batch_invariant": False,
+                    "batch_invariant": batch_invariant,
                     "seed": self.seed,
                 },
                 timing=Timing(

@@ -43,6 +43,8 @@ class KVStore:
         tombstone_s: how long a released handle is remembered.
         max_events: records kept by `events`.
         new_id: makes handle ids; the default cannot be guessed.
+        reuse_across_positions: whether `match` finds pages that were computed at other positions, one rotation away;
+            without, only pages that a node at this own start, whose reads stand where this one's do, wrote.
 
     Raises:
         KVStoreError `invalid_size`, `plugin_not_found`, `plugin_broken`.
@@ -58,12 +60,14 @@ class KVStore:
         tombstone_s: float = 3600.0,
         max_events: int = 4096,
         new_id: Callable[[], str] = _new_id,
+        reuse_across_positions: bool = True,
     ) -> None:
         for field, size in (("num_pages", num_pages), ("page_size", page_size), ("max_events", max_events)):
             if size < 1:
                 raise KVStoreError("invalid_size", f"{field} must be at least 1, not {size}", field=field)
         self.page_size = page_size
         self._clock = clock
+        self._reuse_across_positions = reuse_across_positions
         handles = HandleTable(clock, tombstone_s, new_id)
         self._books = Books(num_pages, page_size, clock, eviction_policy(eviction), handles, max_events)
         self._next_uid = 1
@@ -95,7 +99,10 @@ class KVStore:
         parents, reads = tuple(parents), tuple(reads)
         check_references(parents, reads, signature, salt)
         fields = tuple(sorted(signature.items()))
-        context = self._books.contents.context(fields, salt, reads, own_start)
+        content = fields
+        if not self._reuse_across_positions:
+            content += (("own_start", str(own_start)),)
+        context = self._books.contents.context(content, salt, reads, own_start)
         passing: list[Hold] = []
         digested: list[Hold] = []
         for parent in parents:

@@ -87,12 +87,17 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Embedding, decoder layers, final norm, output matrix."""
+    """Embedding, decoder layers, final norm, output matrix.
+
+    Attributes:
+        batch_invariant: whether a row's results have the same bits in every batch, given such an attention.
+    """
 
     embedding: Tensor
     layers: tuple[DecoderLayer, ...]
     norm: RMSNorm
     head: Linear
+    batch_invariant: bool = False
 
     def forward(self, input_ids: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, H] after the last layer, before the final norm, of `input_ids` [T] int64."""

@@ -66,9 +66,28 @@ def make_linear(
         if not batch_invariant and _onednn_multiplies_bfloat16():
             return OneDnnLinear(torch.ops.mkldnn._reorder_linear_weight(weight), bias, norm, gated)
     if batch_invariant:
-        message = f"products of {weight.dtype} on {weight.device.type} depend on how many rows there are"
-        raise DagError("unsupported", message, "batch_invariant")
+        raise DagError("unsupported", _depends_on_rows(weight.dtype, weight.device), "batch_invariant")
     return DenseLinear(weight.t() if shared else weight.t().contiguous(), bias, norm, gated)
+
+
+def why_not_invariant(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why no layer of such weights gives a row the same bits among any number of others; None if they do."""
+    if CudaLinear.unavailable(torch.empty(0, dtype=dtype, device=device)) is None:
+        return None
+    if device.type == "cpu" and dtype == torch.bfloat16 and PackedLinear.unavailable() is None:
+        return None
+    return _depends_on_rows(dtype, device)
+
+
+def _depends_on_rows(dtype: torch.dtype, device: torch.device) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if device.type == "cpu" and dtype != torch.bfloat16:
+        reason = "; set dtype to bfloat16"
+    elif device.type == "cpu":
+        reason = f"; {PackedLinear.unavailable()}"
+    else:
+        reason = f"; {CudaLinear.unavailable(torch.empty(0, dtype=dtype, device=device))}"
+    return f"products of {name} on {device.type} depend on how many rows there are{reason}"
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,25 @@ class LlamaForCausalLM(Decoder):
     """Wiring of the Llama family; its relatives differ in biases and in q/k norms, which the geometry says."""
 
     @classmethod
-    def load(cls, geometry: ModelGeometry, source: WeightSource) -> LlamaForCausalLM:
-        """Take every tensor of the model from `source`, fusing q/k/v and gate/up on the way."""
+    def load(
+        cls, geometry: ModelGeometry, source: WeightSource, *, batch_invariant: bool = False
+    ) -> LlamaForCausalLM:
+        """Take every tensor of the model from `source`, fusing q/k/v and gate/up on the way.
+
+        Raises: DagError (unsupported) where `batch_invariant` cannot be promised.
+        """
         hidden, eps = geometry.hidden_size, geometry.rms_norm_eps
         embedding = source.take("model.embed_tokens.weight", (geometry.vocab_size, hidden))
-        layers = tuple(_layer(geometry, source, index) for index in range(geometry.num_layers))
+        layers = tuple(_layer(geometry, source, index, batch_invariant) for index in range(geometry.num_layers))
         norm = RMSNorm(source.take("model.norm.weight", (hidden,)), eps)
         head = take_head(source, embedding, tied=geometry.tie_word_embeddings)
-        return cls(embedding, layers, norm, make_linear(head, shared=True))
+        output = make_linear(head, shared=True, batch_invariant=batch_invariant)
+        return cls(embedding, layers, norm, output, batch_invariant)
 
 
-def _layer(geometry: ModelGeometry, source: WeightSource, index: int) -> DecoderLayer:
+def _layer(
+    geometry: ModelGeometry, source: WeightSource, index: int, batch_invariant: bool
+) -> DecoderLayer:
     hidden, dim, eps = geometry.hidden_size, geometry.head_dim, geometry.rms_norm_eps
     heads, kv_heads, inner = geometry.num_heads, geometry.num_kv_heads, geometry.intermediate_size
     attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
@@ -39,7 +47,7 @@ def _layer(geometry: ModelGeometry, source: WeightSource, index: int) -> Decoder
     ) -> Linear:
         weight = source.take_fused([f"{n}.weight" for n in names], [(r, columns) for r in rows])
         biases = source.take_fused([f"{n}.bias" for n in names], [(r,) for r in rows]) if bias else None
-        return make_linear(weight, biases, norm=norm, gated=gated)
+        return make_linear(weight, biases, norm=norm, gated=gated, batch_invariant=batch_invariant)
 
     def norm(name: str, size: int) -> RMSNorm:
         return RMSNorm(source.take(f"{name}.weight", (size,)), eps)

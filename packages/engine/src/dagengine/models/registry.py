@@ -29,6 +29,10 @@ class Model(Protocol):
 
 
 class ModelClass(Protocol):
+    """A class that promises the same bits in any batch takes `batch_invariant=True` beside these, which is passed only
+    where it is asked for, and gives models with a true attribute `batch_invariant`.
+    """
+
     def load(self, geometry: ModelGeometry, source: WeightSource) -> Model: ...
 
 
