@@ -62,7 +62,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(folder: Path, device: str, **options: Any) -> Driver:
-    settings = {"load_format": "dummy", "seed": 3, "dtype": "bfloat16", "page_size": PAGE_SIZE, "kv_pages": 800}
+    settings = {
+        "load_format": "dummy",
+        "seed": 3,
+        "dtype": "bfloat16",
+        "page_size": PAGE_SIZE,
+        "kv_pages": 800,
+    }
     return Driver(folder, device=device, **settings | options)
 
 
@@ -89,7 +95,9 @@ def company(rng: random.Random, states: list[str], number: int) -> list[Request]
     for i in range(rng.choice((0, 1, 5, 20))):
         shared = [ContextRef(state=state) for state in rng.sample(states, rng.randrange(len(states) + 1))]
         prompt = ids(1000 * number + i, rng.choice((1, 9, 40, 160)))
-        made.append(request(f"company-{number}-{i}", prompt, rng.choice((1, 6, 20)), context=shared, keep=False))
+        made.append(
+            request(f"company-{number}-{i}", prompt, rng.choice((1, 6, 20)), context=shared, keep=False)
+        )
     return made
 
 
@@ -134,7 +142,8 @@ def answer(driver: Driver, rng: random.Random | None, number: int) -> Answer:
     for choice in choices:
         assert isinstance(choice, Choice)
     return {
-        one.id: (choice.token_ids, dict(driver.logits[one.id])) for one, choice in zip(asked, choices, strict=True)
+        one.id: (choice.token_ids, dict(driver.logits[one.id]))
+        for one, choice in zip(asked, choices, strict=True)
     }
 
 

@@ -47,7 +47,7 @@ def test_on_a_cpu_the_pool_is_two_gib_or_what_was_asked_for(geometry: ModelGeome
 
 def test_on_a_gpu_the_pool_is_what_the_fraction_leaves(geometry: ModelGeometry) -> None:
     config = EngineConfig().on("cuda")
-    reserve = step_reserve(geometry, config, torch.float32)
+    reserve = step_reserve(geometry, config, torch.float32, 1 << 30)
     free, total = 60 * GIB, 100 * GIB
     assert pages(geometry, "cuda", (free, total)) == (90 * GIB - 40 * GIB - reserve) // PAGE
     half = pages(geometry, "cuda", (free, total), gpu_memory_utilization=0.5)
@@ -58,12 +58,19 @@ def test_on_a_gpu_the_pool_is_what_the_fraction_leaves(geometry: ModelGeometry) 
 
 def test_the_reserve_grows_with_the_step(geometry: ModelGeometry) -> None:
     config = EngineConfig().on("cuda")
-    base = step_reserve(geometry, config, torch.bfloat16)
-    tokens = step_reserve(geometry, replace(config, max_num_batched_tokens=2 * 8192), torch.bfloat16)
-    rows = step_reserve(geometry, replace(config, max_num_seqs=512), torch.bfloat16)
+
+    def reserve(of: EngineConfig, max_model_len: int = 20_000) -> int:
+        return step_reserve(geometry, of, torch.bfloat16, max_model_len)
+
+    base = reserve(config)
+    tokens = reserve(replace(config, max_num_batched_tokens=2 * 8192))
+    rows = reserve(replace(config, max_num_seqs=512))
     per_row = 4 * 32 + 2 * (4 + 2 * 2) * 8 + 2 * 4 * 8 + 3 * 48
     assert tokens - base == 8192 * 2 * per_row
     assert rows - base == 256 * 20 * geometry.vocab_size
+    invariant = replace(config, batch_invariant=True)
+    assert reserve(invariant, 4096) == base
+    assert reserve(invariant) - base == 4 * 8192 * 4 * (8 + 1) * 5
 
 
 def test_a_pool_is_never_larger_than_what_all_sequences_fill(geometry: ModelGeometry) -> None:

@@ -1,6 +1,7 @@
 """Batch-invariant attention: one sequence in any company, in any steps, on any pages, has the same bits.
 
-The same rows without the mode differ, so that the comparison can fail. On a GPU the same tests run for the CUDA kernels.
+The same rows without the mode differ, so that the comparison can fail. On a GPU the same tests run for the CUDA
+kernels.
 """
 
 import random
@@ -10,11 +11,19 @@ import pytest
 import torch
 from hypothesis import given
 
-from dagengine_kernels import AttentionShape, KernelError, SegmentTable, SequenceSegments, build_table, get_backend
+from dagengine_kernels import (
+    AttentionShape,
+    KernelError,
+    SegmentTable,
+    SequenceSegments,
+    build_table,
+    get_backend,
+)
 from dagengine_kernels.conformance_cases import frequencies
 from dagengine_kernels.errors import UNSUPPORTED
-from dagengine_kernels.fused import native
+from dagengine_kernels.fused import cpu, native
 from dagengine_kernels.fused.backend import FusedBackend
+from dagengine_kernels.fused.cuda import attend
 from dagengine_kernels.fused.plan import INVISIBLE, PlanArrays, PlanParameters
 from dagengine_kernels.fused.planner import plan_table
 
@@ -89,7 +98,7 @@ def company(rng: random.Random, needle: Needle, pages: dict[int, int], rows: int
             extents.append((pages[page], lo, hi, stored, view - stored))
             view += hi - lo
         for _ in range(rng.choice((0, 1, 2))):
-            page = rng.choice([p for p in range(PAGES - 60, PAGES)])
+            page = rng.randrange(PAGES - 60, PAGES)
             extents.append((page, 0, needle.page_size, view, 0))
             view += needle.page_size
         first = max(view - rng.choice((0, 1)), 0)
@@ -161,14 +170,19 @@ def trials(place):
 @pytest.mark.parametrize(("place", "options"), PLACES)
 @pytest.mark.parametrize(("page_size", "dtype", "shape_options"), CASES)
 def test_a_row_has_the_same_bits_in_any_batch_steps_and_pages(
-    place, options, page_size, dtype, shape_options
+    place, options, page_size, dtype, shape_options, monkeypatch
 ):
     if place == "cuda" and (dtype == torch.float32 or page_size not in (16, 64)):
         pytest.skip("the CUDA kernels take half and bfloat16 in pages of 16 and 64")
+    monkeypatch.setattr(cpu, "INVARIANT_CHUNK_TOKENS", 512)
+    monkeypatch.setattr(attend, "INVARIANT_CHUNK_KEYS", 512)
     rng, needle, *rest = setting(place, page_size, dtype, 7 + page_size, **shape_options)
     backend = FusedBackend(batch_invariant=True, **options)
     want, want_lse2 = answer(backend, rng, needle, *rest, alone=True)
     assert want.isfinite().all()
+    plan = backend.last_plan
+    assert plan is not None
+    assert plan.arrays.num_parts > 0 or rest[0].window is not None
     for _ in range(trials(place)):
         out, lse2 = answer(backend, rng, needle, *rest)
         assert torch.equal(out, want)
@@ -191,12 +205,14 @@ def test_the_mode_computes_attention(place, options):
     rng, needle, *rest = setting(place, 64, dtype, 5, window=900)
     out, lse2 = answer(FusedBackend(batch_invariant=True, **options), rng, needle, *rest)
     want, want_lse2 = answer(get_backend("reference"), rng, needle, *rest)
-    assert float((out.double() - want.double()).norm() / want.double().norm()) < (1e-5 if place == "cpu" else 1e-2)
+    assert float((out.double() - want.double()).norm() / want.double().norm()) < (
+        1e-5 if place == "cpu" else 1e-2
+    )
     assert float((lse2.double() - want_lse2.double()).abs().max()) < (1e-4 if place == "cpu" else 1e-2)
 
 
 def walk_of(arrays: PlanArrays, parameters: PlanParameters, position: int, row: int, head: int) -> list:
-    """A row's parts in the order of their merge; of each the KV tiles, of each the tokens that the row sees by place."""
+    """A row's parts in the order of their merge; of each the KV tiles, of each the tokens seen, by their places."""
     heads, boxes, by_part = parameters.num_kv_heads, arrays.boxes, {}
     for one in arrays.classes:
         slots = one.rows_per_tile // parameters.group
@@ -216,7 +232,9 @@ def walk_of(arrays: PlanArrays, parameters: PlanParameters, position: int, row: 
                         continue
                     for r in range(packed & 0xFFFF, packed >> 16):
                         view = pos0 + r + delta
-                        if view <= position and (parameters.window is None or view > position - parameters.window):
+                        if view <= position and (
+                            parameters.window is None or view > position - parameters.window
+                        ):
                             seen.append((box, page, r, pos0 + r, delta))
                 if seen:
                     tiles.append(tuple(seen))
@@ -292,7 +310,7 @@ def test_without_the_mode_a_walk_depends_on_the_batch():
 def test_what_is_not_promised_is_refused():
     backend = FusedBackend(batch_invariant=True)
     assert backend.capabilities.batch_invariant
-    rng, needle, shape, rotary, device, q, kv = setting("cpu", 64, torch.float32, 3, context=100, own=4)
+    _, needle, shape, rotary, device, q, kv = setting("cpu", 64, torch.float32, 3, context=100, own=4)
     pages = {number: number for number in range(needle.own_page + 1)}
     table = SegmentTable.from_sequences([needle.chunk(0, 4, pages)], page_size=64, num_pages=PAGES)
     plan = backend.plan(table, shape, rotary, device=device, dtype=q.dtype)

@@ -9,6 +9,8 @@ The reserve is what a step needs beside weights and pages, for the largest step 
 
     T b (4 H + 2 (Hq + 2 Hkv) D + 2 Hq D + 3 I)     one layer's activations, and the residual stream
     20 R V                                          logits in float32, and as many copies as sampling sorts and sums
+    4 T Hq (D + 1) N                                with `batch_invariant`: attention's partial sums, of N parts of 4096
+                                                    tokens of `max_model_len`, where that is more than one
     768 MiB                                         captured graphs, workspaces of libraries, attention's partial sums
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import torch
 
+from dagengine_kernels.fused.cuda.attend import INVARIANT_CHUNK_KEYS
 from dagengine_positions import ModelGeometry
 
 from .config import DEFAULT_GPU_MEMORY_UTILIZATION, DEFAULT_KV_MEMORY_GIB, EngineConfig
@@ -31,12 +34,17 @@ def page_bytes(geometry: ModelGeometry, page_size: int, dtype: torch.dtype) -> i
     return numbers * dtype.itemsize * page_size
 
 
-def step_reserve(geometry: ModelGeometry, config: EngineConfig, dtype: torch.dtype) -> int:
+def step_reserve(
+    geometry: ModelGeometry, config: EngineConfig, dtype: torch.dtype, max_model_len: int
+) -> int:
     """Bytes that a step may need beside weights and pages; the formula is the module's."""
     assert config.max_num_batched_tokens is not None and config.max_num_seqs is not None
     heads, kv_heads, dim = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
     per_row = 4 * geometry.hidden_size + (4 * heads + 4 * kv_heads) * dim + 3 * geometry.intermediate_size
     rows = config.max_num_batched_tokens * dtype.itemsize * per_row
+    parts = -(-max_model_len // INVARIANT_CHUNK_KEYS) if config.batch_invariant else 1
+    if parts > 1:
+        rows += 4 * config.max_num_batched_tokens * heads * (dim + 1) * parts
     return rows + BYTES_PER_LOGIT * config.max_num_seqs * geometry.vocab_size + FIXED_RESERVE
 
 
@@ -69,7 +77,7 @@ def num_pages(
         return min(pages, enough)
     free, total = memory
     fraction = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
-    reserve = step_reserve(geometry, config, dtype)
+    reserve = step_reserve(geometry, config, dtype, max_model_len)
     left = int(total * fraction) - (total - free) - reserve
     if left < size:
         message = (

@@ -64,8 +64,8 @@ class Capabilities:
     """What a backend can be asked for. None stands for 'any'.
 
     batch_invariant: whether it can be made with `batch_invariant=True`. Then out and lse of a row have the same bits
-    whatever else is in the batch and however its sequence is cut into steps, as long as the row's q, the extents that its
-    sequence lists (page numbers aside) and the K and V there are the same; extents of own tokens come last.
+    whatever else is in the batch and however its sequence is cut into steps, as long as the row's q, the extents that
+    its sequence lists (page numbers aside) and the K and V there are the same; extents of own tokens come last.
     """
 
     devices: tuple[str, ...]

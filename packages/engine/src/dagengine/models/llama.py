@@ -23,16 +23,16 @@ class LlamaForCausalLM(Decoder):
         """
         hidden, eps = geometry.hidden_size, geometry.rms_norm_eps
         embedding = source.take("model.embed_tokens.weight", (geometry.vocab_size, hidden))
-        layers = tuple(_layer(geometry, source, index, batch_invariant) for index in range(geometry.num_layers))
+        layers = tuple(
+            _layer(geometry, source, index, batch_invariant) for index in range(geometry.num_layers)
+        )
         norm = RMSNorm(source.take("model.norm.weight", (hidden,)), eps)
         head = take_head(source, embedding, tied=geometry.tie_word_embeddings)
         output = make_linear(head, shared=True, batch_invariant=batch_invariant)
         return cls(embedding, layers, norm, output, batch_invariant)
 
 
-def _layer(
-    geometry: ModelGeometry, source: WeightSource, index: int, batch_invariant: bool
-) -> DecoderLayer:
+def _layer(geometry: ModelGeometry, source: WeightSource, index: int, batch_invariant: bool) -> DecoderLayer:
     hidden, dim, eps = geometry.hidden_size, geometry.head_dim, geometry.rms_norm_eps
     heads, kv_heads, inner = geometry.num_heads, geometry.num_kv_heads, geometry.intermediate_size
     attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"

@@ -10,8 +10,8 @@ Knows spans and plan parameters, as planner_twin does; csrc/alone.cpp gives exac
         tile a     |    ------    |-----------|----        something, without the KV tiles in front and behind that
         tile b     |         -----|--                      none of them sees; works of one part alone write directly
 
-A row's KV tiles, the parts that they are in and the order of both follow from what its sequence lists up to it: not from
-other sequences, nor from the rows that are computed with it, nor from the number of workers.
+A row's KV tiles, the parts that they are in and the order of both follow from what its sequence lists up to it: not
+from other sequences, nor from the rows that are computed with it, nor from the number of workers.
 """
 
 from __future__ import annotations

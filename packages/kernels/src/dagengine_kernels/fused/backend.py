@@ -58,8 +58,8 @@ class FusedBackend(AttentionBackend):
         implementation: "cpu", "cuda", "tilelang" or "triton"; "auto" takes, for each plan, the first of `AUTO` that
             runs on its device and does not refuse it.
         batch_invariant: promise what `Capabilities.batch_invariant` says, at the price of shared reads: every sequence
-            is then planned by itself. Implementations that cannot are refused, and `auto` passes over them; learned sinks
-            are refused when they are given.
+            is then planned by itself. Implementations that cannot are refused, and `auto` passes over them; learned
+            sinks are refused when they are given.
         options: of that implementation's constructor; none with "auto".
     Raises: KernelError (invalid_argument; capability_missing where a named implementation cannot run).
     """

@@ -40,7 +40,7 @@ WORK_COST_TOKENS = 64
 INVARIANT_KEYS = 64
 """Keys that a batch-invariant walk scores at once: a KV tile of a plan, or as many rows of a page that is larger."""
 
-INVARIANT_CHUNK_TOKENS = 1024
+INVARIANT_CHUNK_TOKENS = 4096
 """About how many keys a batch-invariant plan has in a part."""
 
 ISA_VARIABLE = "DAGENGINE_CPU_ISA"

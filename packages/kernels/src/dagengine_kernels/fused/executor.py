@@ -56,8 +56,8 @@ class Executor(ABC):
     slots: ClassVar[bool] = False
     """Whether it loads plans into slots."""
     invariant: ClassVar[bool] = False
-    """Whether its constructor takes `batch_invariant`: plans are then cut at fixed places (`invariant_chunk`), and what a
-    row's bits are depends on its q, what its sequence lists up to it, and nothing else."""
+    """Whether its constructor takes `batch_invariant`: plans are then cut at fixed places (`invariant_chunk`), and a
+    row's bits depend on its q and what its sequence lists up to it alone."""
 
     @classmethod
     @abstractmethod

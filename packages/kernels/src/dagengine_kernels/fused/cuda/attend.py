@@ -40,7 +40,7 @@ MERGE_ROWS = 1024
 TAILS = 64
 """What a slot's lists of tails are padded to at least."""
 
-INVARIANT_CHUNK_KEYS = 1024
+INVARIANT_CHUNK_KEYS = 4096
 """Keys that a batch-invariant plan has in a part."""
 
 MAX_MAPS = 4096

@@ -23,7 +23,7 @@ static_assert(!ORDERED || SPLIT == 1, "one warp adds all parts of a row, in thei
 
 constexpr int WARPS = 4;
 constexpr int ROUNDS = (HEAD_DIM / VEC + 31) / 32;
-constexpr int AHEAD = 8;       // parts under way
+constexpr int AHEAD = ORDERED && VEC == 4 ? 4 : 8;       // parts under way; where it is 4, 8 would spill
 constexpr float LOG2E = 1.4426950408889634f;
 
 typedef Vector<PART_DTYPE, VEC> Part;
@@ -62,6 +62,10 @@ __device__ void load_parts(Part (&loaded)[AHEAD][ROUNDS], const Params& p, int p
     }
 }
 
+__device__ __forceinline__ float lse2_of(const Params& p, int i, int end, int g) {
+    return i < end ? p.lse2_part[static_cast<i64>(p.parts[i]) * GROUP + g] : minus_infinity();
+}
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32) merge_parts(const __grid_constant__ Params p) {
     let_next_kernel_start();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -86,9 +90,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) merge_parts(const __gri
 #pragma unroll
         for (int i = 0; i < VEC; ++i) mine.sum[r][i] = 0.0f;
     if constexpr (ORDERED) {
-        for (int i = begin + lane; i < end; i += 32)
-            mine.top = fmaxf(mine.top, p.lse2_part[static_cast<i64>(p.parts[i]) * GROUP + g]);
+        for (int base = begin; base < end; base += 32) mine.top = fmaxf(mine.top, lse2_of(p, base + lane, end, g));
         mine.top = warp_max(mine.top);
+        const float finite_top = mine.top == minus_infinity() ? 0.0f : mine.top;
+        for (int base = begin; base < end; base += 32) {
+            const float weight = exp2f(lse2_of(p, base + lane, end, g) - finite_top);
+#pragma unroll 1
+            for (int n = 0; n < 32; ++n) mine.total += __shfl_sync(0xffffffffu, weight, n);
+        }
     }
     for (int base = begin; base < end; base += 32) {
         if (base > begin) part = base + lane < end ? p.parts[base + lane] : -1;
@@ -114,7 +123,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) merge_parts(const __gri
 #pragma unroll
             for (int a = 0; a < AHEAD; ++a) {
                 const float w = __shfl_sync(0xffffffffu, weight, (n + a) & 31);
-                if (ORDERED && n + a < count) mine.total += w;
 #pragma unroll
                 for (int r = 0; r < ROUNDS; ++r) {
                     float x[VEC];
