@@ -220,3 +220,27 @@ def test_content_keys_are_stable_and_do_not_depend_on_the_store() -> None:
         keys.append(child(store, write(store, [1, 2, 3]), [4, 5]).content_key(2))
     assert keys[0] == keys[1]
     assert keys[0].hex().startswith("95e86b7ac0e94ba4")
+
+
+def test_reuse_can_be_held_to_the_position_at_which_pages_were_computed() -> None:
+    store = make_store(reuse_across_positions=False)
+    fragment = list(range(50, 58))
+    write(store, fragment, own_start=3)
+
+    def found(own_start: int) -> int:
+        writer = store.begin([], [], own_start, signature=SIGNATURE)
+        reused = writer.match(fragment)
+        writer.abort()
+        return reused
+
+    assert [found(own_start) for own_start in (5, 3, 0)] == [0, 8, 0]
+    here, there = write(store, [1, 2, 3, 4], own_start=0), write(store, [1, 2, 3, 4], own_start=9)
+    write(store, fragment, [Parent.inherit(here)], [Read(here, 0, 4, 20)], 40)
+
+    def behind(source: NodeRecord, delta: int) -> int:
+        writer = store.begin([Parent.inherit(source)], [Read(source, 0, 4, delta)], 40, signature=SIGNATURE)
+        reused = writer.match(fragment)
+        writer.abort()
+        return reused
+
+    assert (behind(here, 20), behind(there, 11)) == (8, 0), "equal text that was computed elsewhere"
