@@ -167,6 +167,7 @@ def trials(folder: Path, device: str, batch_invariant: bool, count: int) -> tupl
             "max_num_seqs": rng.choice((3, 8, 24)),
             "kv_pages": rng.choice((40, 60, 800)),
             "overlap": rng.choice((False, True)),
+            "enforce_eager": rng.choice((False, True)),
         }
         driver = engine(folder, device, batch_invariant=batch_invariant, **options)
         for number in range(2):
@@ -178,8 +179,8 @@ def trials(folder: Path, device: str, batch_invariant: bool, count: int) -> tupl
 
 @pytest.mark.parametrize("device", PLACES)
 def test_a_request_has_the_same_bits_in_any_batch(folder: Path, device: str) -> None:
-    alone, found, preempted = trials(folder, device, True, 60)
-    assert preempted > 10
+    alone, found, preempted = trials(folder, device, True, 60 if device == "cpu" else 16)
+    assert preempted > 0
     for number, one in enumerate(found):
         assert same_bits(one, alone), number
 
