@@ -9,7 +9,8 @@
 
 Sums are in float32. A normed x is rounded to the weight's dtype, and y once, the residual included; only cuBLAS's
 products of a gated layer are rounded before the gate as well. With `batch_invariant` a row's bits depend neither on the
-number of rows nor on its place among them. The RMS norm is that of Zhang and Sennrich, 2019; the gate that of Shazeer,
+number of rows nor on its place among them; with more than FEW_ROWS rows that costs two to four times cuBLAS's time
+(`tools/bench/linear`). The RMS norm is that of Zhang and Sennrich, 2019; the gate that of Shazeer,
 2020.
 """
 
@@ -28,7 +29,7 @@ from dagengine_kernels.fused.cuda.products import STEP, Layer
 DTYPES = (torch.float16, torch.bfloat16)
 
 CAPABILITIES = (9, 10)
-"""Of devices that have clusters of blocks and 227 KiB of shared memory per block."""
+"""Of devices that have bulk copies and 227 KiB of shared memory per block."""
 
 FEW_ROWS = 16
 """Up to this many rows skinny.cu is the fastest: cuBLAS wins from FEW_ROWS + 1 on."""
@@ -141,10 +142,7 @@ class CudaLinear:
                 residual = residual.contiguous()
         if rows == 0:
             return torch.empty(0, self.num_outputs, dtype=dtype, device=x.device)
-        inside = layer.norm is not None and rows <= skinny.NORM_ROWS
-        chosen = None
-        if rows <= self._few_rows:
-            chosen = skinny.layout(rows, self.num_inputs, self.num_outputs, layer.gated, inside, self._sms)
+        chosen, inside = self._layout(rows)
         if chosen is None and not self.batch_invariant:
             return self._by_cublas(self._normed(x), residual, dtype)
         y = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)
@@ -155,6 +153,16 @@ class CudaLinear:
             given = _padded(x, 8) if inside else self._normed(x)
             skinny.multiply(layer, chosen, given, residual, y, norm=inside)
         return y
+
+    def _layout(self, rows: int) -> tuple[skinny.Layout | None, bool]:
+        """How skinny.cu takes so many rows, if it does, and whether it norms them itself."""
+        for inside in (True, False) if self._layer.norm is not None else (False,):
+            chosen = skinny.layout(
+                rows, self.num_inputs, self.num_outputs, self._layer.gated, inside, self._sms
+            )
+            if chosen is not None and rows <= self._few_rows:
+                return chosen, inside
+        return None, False
 
     def _normed(self, x: Tensor) -> Tensor:
         """x through the norm, if any, as the kernels take it."""
