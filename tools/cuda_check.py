@@ -30,6 +30,7 @@ SOURCES = (
     "transform",
     "advance",
     "attend",
+    "draw",
     "skinny",
     "tiled",
     "norm",

@@ -57,7 +57,7 @@ class Driver:
     def __init__(self, source: Path | LoadedModel, **options: Any) -> None:
         self.logits: dict[str, dict[int, Tensor]] = {}
         self.check_every_step = False
-        config = EngineConfig(**options)
+        config = EngineConfig(**{"device": "cpu", **options})
         self.core: EngineCore = (
             source.core(config, self._observe)
             if isinstance(source, LoadedModel)

@@ -58,6 +58,8 @@ def without_company(logits: Logits) -> Logits:
         {"max_num_batched_tokens": 7},
         {"max_num_batched_tokens": 7, "page_size": 3},
         {"max_num_seqs": 1},
+        {"overlap": True},
+        {"overlap": True, "max_num_batched_tokens": 7, "page_size": 3},
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
@@ -72,7 +74,10 @@ def test_pages_and_chunks(
 
 
 @pytest.mark.parametrize("release", [True, False])
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 5}, {"page_size": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_num_batched_tokens": 5}, {"page_size": 3}, {"max_num_batched_tokens": 5, "overlap": True}],
+)
 def test_eviction_of_everything_between_requests(
     tiny_folder: Path, answers: list[Answer], release: bool, options: dict[str, int]
 ) -> None:
@@ -122,10 +127,10 @@ def test_evicted_pages_that_are_still_there_are_not_counted_as_computed(tiny_fol
     assert (choice.dag.reused, choice.dag.computed) == (0, 23)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("page_size", "overlap"), [(1, False), (4, False), (4, True)])
 @pytest.mark.parametrize("run", [run_by_state, run_at_once])
 def test_a_pool_that_just_fits_the_largest_request_and_its_ancestors(
-    tiny_folder: Path, answers: list[Answer], run: Callable[..., Any], page_size: int
+    tiny_folder: Path, answers: list[Answer], run: Callable[..., Any], page_size: int, overlap: bool
 ) -> None:
     chains = [inherits_only(plan) for plan in PLANS]
     roomy = Driver(tiny_folder, page_size=PAGE_SIZE, kv_pages=4000)
@@ -135,18 +140,20 @@ def test_a_pool_that_just_fits_the_largest_request_and_its_ancestors(
         roomy.logits.clear()
     for plan, answer in zip([*PLANS, *chains], [*answers, *found], strict=True):
         pages = pages_needed(plan, page_size)
-        driver = Driver(tiny_folder, page_size=page_size, kv_pages=pages, max_num_batched_tokens=11)
+        options = {"page_size": page_size, "kv_pages": pages, "max_num_batched_tokens": 11}
+        driver = Driver(tiny_folder, overlap=overlap, **options)
         driver.check_every_step = True
         assert_same(run(driver, plan), driver.logits, answer)
         driver.release_all()
 
 
-def test_preemption_by_a_tiny_pool(tiny_folder: Path) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preemption_by_a_tiny_pool(tiny_folder: Path, overlap: bool) -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(101) for _ in range(rng.randint(1, 12))] for _ in range(6)]
     requests = [request(f"r{i}", prompt, 12, keep=False) for i, prompt in enumerate(prompts)]
     roomy = Driver(tiny_folder, page_size=2, kv_pages=400)
-    tight = Driver(tiny_folder, page_size=2, kv_pages=16)
+    tight = Driver(tiny_folder, page_size=2, kv_pages=16, overlap=overlap)
     tight.check_every_step = True
     expected = [event.choices[0].token_ids for event in roomy.run(*requests)]
     assert [event.choices[0].token_ids for event in tight.run(*requests)] == expected
@@ -170,10 +177,13 @@ def company(count: int, seed: int) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("count", [3, 20])
-def test_other_requests_in_the_batch(tiny_folder: Path, answers: list[Answer], count: int) -> None:
+@pytest.mark.parametrize(("count", "overlap"), [(3, False), (20, False), (20, True)])
+def test_other_requests_in_the_batch(
+    tiny_folder: Path, answers: list[Answer], count: int, overlap: bool
+) -> None:
     for plan, answer in zip(PLANS, answers, strict=True):
-        driver = Driver(tiny_folder, page_size=PAGE_SIZE, kv_pages=2000, max_num_batched_tokens=64)
+        options = {"page_size": PAGE_SIZE, "kv_pages": 2000, "max_num_batched_tokens": 64}
+        driver = Driver(tiny_folder, overlap=overlap, **options)
         before, after = company(count, 1), company(2 * count, 2)[count:]
         driver.core.submit_group(before)
         tokens = run_at_once(driver, plan, after)

@@ -68,10 +68,11 @@ def test_logits_are_the_dense_walks(
     driver.release_all()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 def test_logits_are_the_dense_walks_when_backends_change_along_a_path(
-    tiny_folder: Path, tiny_dense: DenseLlama
+    tiny_folder: Path, tiny_dense: DenseLlama, overlap: bool
 ) -> None:
-    driver = Driver(tiny_folder, page_size=3, kv_pages=400)
+    driver = Driver(tiny_folder, page_size=3, kv_pages=400, overlap=overlap)
     for seed in range(4):
         plan = random_plan(seed, backends=BACKENDS)
         tokens = run_at_once(driver, plan) if seed % 2 else run_by_state(driver, plan)

@@ -10,6 +10,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+@pytest.fixture(params=["at once", "late"])
+def step_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the steps of every engine of this test follow each other; see `scripted_model.MODES`."""
+    monkeypatch.setattr("scripted_model.default_mode", request.param)
+    return str(request.param)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def scripted_backends(tmp_path_factory: pytest.TempPathFactory) -> None:
     from scripted_model import register_backend

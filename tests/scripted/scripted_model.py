@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from late_device import make_late
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -38,7 +39,11 @@ VOCAB = 4096
 HEAD_DIM = 4
 MAX_POSITIONS = 320
 UNLIKELY = -1e4
+MODES = ("at once", "overlap", "late")
+"""How steps follow each other: collected at once; one step later; that, on a device that is always behind."""
 MARK = 7.0
+
+default_mode = MODES[0]
 
 Words = NDArray[np.uint64]
 
@@ -234,11 +239,17 @@ def scripted_core(
     page_size: int = 4,
     clock: Callable[[], float] = time.monotonic,
     backend: str = "scripted",
+    mode: str | None = None,
     **settings: Any,
 ) -> EngineCore:
-    """A real core around the scripted model; `settings` are EngineConfig's. Unwritten pages hold NaN."""
+    """A real core around the scripted model; `settings` are EngineConfig's. Unwritten pages hold NaN.
+
+    `mode` is one of MODES; None is what the running test says (see `conftest.step_mode`).
+    """
+    mode = mode or default_mode
+    assert mode in MODES, mode
     config = EngineConfig(
-        **{"max_num_batched_tokens": 64, **settings},
+        **{"max_num_batched_tokens": 64, "overlap": mode != "at once", **settings},
         kv_pages=pages,
         page_size=page_size,
         attention_backend=backend,
@@ -248,6 +259,8 @@ def scripted_core(
     )
     for layer in range(2):
         core._runner.arena.layer(layer).fill_(torch.nan)
+    if mode == "late":
+        core.late_device = make_late(core)  # type: ignore[attr-defined]
     return core
 
 

@@ -12,6 +12,7 @@ from dagengine.request import Request
 
 PAGES, SIZE = 10, 4
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0)
+pytestmark = pytest.mark.usefixtures("step_mode")
 
 
 def world() -> World:

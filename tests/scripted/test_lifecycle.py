@@ -7,15 +7,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from scripted_model import ScriptedBackend, ScriptedModel, scripted_core
+from scripted_model import MODES, ScriptedBackend, ScriptedModel, scripted_core
 from simulator import Settings, World
 from torch import Tensor
 
 from dagengine import ContextRef, DagError, EngineDead, Keep, SamplingParams
 from dagengine.async_engine import EngineThread
 from dagengine.request import Event, FinishedEvent, Request
+from dagengine.sequence import SamplingRow
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
+EVERY_MODE = pytest.mark.parametrize("step_mode", MODES, indirect=True)
+pytestmark = pytest.mark.usefixtures("step_mode")
 
 
 def world(pages: int = 32, *, page_size: int = 4, batch: int = 64, seqs: int = 8) -> World:
@@ -97,6 +100,40 @@ def test_the_crowd_restores_and_preempts() -> None:
     assert run.core.stats.restored_tokens and run.core.num_preemptions
 
 
+def test_the_sampler_forgets_whoever_it_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, met, forgotten = crowd(), set[int](), set[int]()
+    sampler = run.core._sampler
+    launch, forget = sampler.launch, sampler.forget
+
+    def launched(logits: Tensor, rows: list[SamplingRow]) -> object:
+        met.update(row.key for row in rows)
+        return launch(logits, rows)
+
+    def forgot(key: int) -> None:
+        forgotten.add(key)
+        forget(key)
+
+    monkeypatch.setattr(sampler, "launch", launched)
+    monkeypatch.setattr(sampler, "forget", forgot)
+    run.run(12)
+    run.abort("reader")
+    run.run()
+    assert len(met) > 5 and met <= forgotten
+
+
+def test_a_step_that_only_collects_has_progressed() -> None:
+    run = world()
+    run.submit(question("q", keep=Keep()))
+    steps = 0
+    while run.core.has_work:
+        run.step()
+        steps += 1
+        assert run.core.progressed
+    assert steps == 5 + (run.core.overlap and 1)
+    run.step()
+    assert not run.core.progressed
+
+
 def test_aborting_what_is_not_there_is_nothing() -> None:
     run = world()
     run.submit(question("done"))
@@ -133,6 +170,7 @@ def test_an_answer_of_several_may_expire_before_the_request_fails() -> None:
     run.now += 2.0
     run.step()
     assert run.abort("many") and error_code(run, "many") == "cancelled"
+    run.run()
     run.clean_up()
 
 
@@ -189,8 +227,9 @@ def test_a_failing_child_leaves_its_parent_identical(monkeypatch: pytest.MonkeyP
     run.clean_up()
 
 
-def test_an_exception_ends_only_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of another backend, and those that wait, go on."""
+@EVERY_MODE
+def test_an_exception_ends_only_its_batch(monkeypatch: pytest.MonkeyPatch, step_mode: str) -> None:
+    """Requests of another backend, and those that wait, go on; on a device what was enqueued behind it fails too."""
     run = world()
     run.expected_errors = frozenset({"internal"})
     run.submit(question("broken", keep=Keep()))
@@ -211,7 +250,7 @@ def test_an_exception_ends_only_its_batch(monkeypatch: pytest.MonkeyPatch) -> No
     codes = {name: error_code(run, name) for name in run.ends}
     assert codes == {
         "broken": "internal",
-        "twin": None,
+        "twin": "internal" if step_mode == "late" else None,
         "parent": "internal",
         "child": "parent_failed",
         "later": None,
@@ -220,6 +259,7 @@ def test_an_exception_ends_only_its_batch(monkeypatch: pytest.MonkeyPatch) -> No
     run.clean_up()
 
 
+@EVERY_MODE
 def test_an_exception_while_restoring_ends_the_owner_only(monkeypatch: pytest.MonkeyPatch) -> None:
     run = world()
     run.expected_errors = frozenset({"internal"})
@@ -244,6 +284,7 @@ def test_an_exception_while_restoring_ends_the_owner_only(monkeypatch: pytest.Mo
     run.clean_up()
 
 
+@EVERY_MODE
 def test_logits_that_are_no_numbers_end_one_request() -> None:
     class Broken(ScriptedModel):
         def __init__(self) -> None:
@@ -449,6 +490,26 @@ def test_what_equals_earlier_work_is_not_computed_again() -> None:
     run.clean_up()
 
 
+def test_answers_of_one_request_share_the_pages_of_its_input() -> None:
+    run = world()
+    many = SamplingParams(max_tokens=3, temperature=1.0, n=3, seed=5)
+    run.submit(Request("many", tokens(10), many))
+    run.run()
+    assert [choice.dag.reused for choice in run.ends["many"].choices] == [0, 8, 8]
+    run.clean_up()
+
+
+@pytest.mark.parametrize("keep", [None, Keep()])
+def test_no_row_is_run_behind_a_limit_that_is_known_ahead(keep: Keep | None) -> None:
+    """Three of the input, one for each of four sampled tokens; the last needs KV only in a state."""
+    run = world()
+    run.submit(question("q", keep=keep))
+    run.run()
+    assert run.ends["q"].choices[0].num_sampled == 4
+    assert run.core.stats.batched_tokens == 3 + 3 + (keep is not None)
+    run.clean_up()
+
+
 def test_readers_of_one_state_hold_one_copy_and_their_tails() -> None:
     readers = 32
     run = world(pages=40 + readers, page_size=8, batch=256, seqs=readers)
@@ -486,6 +547,7 @@ class Listener:
             assert self.changed.wait_for(lambda: len(self.ends) >= count, timeout=20)
 
 
+@EVERY_MODE
 def test_failed_steps_in_a_row_kill_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     core = scripted_core(max_failed_steps=3, max_num_seqs=1)
     monkeypatch.setattr(ScriptedBackend, "run", lambda *args, **kwargs: 1 / 0)
@@ -505,6 +567,7 @@ def test_failed_steps_in_a_row_kill_the_engine(monkeypatch: pytest.MonkeyPatch) 
         engine.close()
 
 
+@EVERY_MODE
 def test_one_failed_step_does_not_kill_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     core = scripted_core(max_failed_steps=2)
     listener, engine = Listener(), EngineThread(core)
@@ -525,12 +588,17 @@ def test_one_failed_step_does_not_kill_the_engine(monkeypatch: pytest.MonkeyPatc
         engine.close()
 
 
+@EVERY_MODE
 def test_closing_tells_every_request() -> None:
-    listener, engine = Listener(), EngineThread(scripted_core())
+    core = scripted_core()
+    listener, engine = Listener(), EngineThread(core)
     long = SamplingParams(max_tokens=100, temperature=0.0)
     accepted = [engine.submit([question(f"q{index}", sampling=long)], listener) for index in range(20)]
     for future in accepted:
         future.result(20)
     engine.close()
+    core.store.check()
+    stats = core.store.stats()
+    assert (stats.open_fences, stats.pages_waiting, stats.pages_live) == (0, 0, 0)
     assert len(listener.ends) == 20
     assert {end.error.code for end in listener.ends.values() if end.error} == {"cancelled"}

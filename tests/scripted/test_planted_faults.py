@@ -17,6 +17,7 @@ from dagengine.request import Request
 from dagengine_kernels.segments import DELTA, HI, LO, PAGE, STORED
 
 Row = NDArray[np.int32]
+pytestmark = pytest.mark.usefixtures("step_mode")
 
 
 def wrong_page(row: Row) -> None:

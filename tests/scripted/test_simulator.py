@@ -14,6 +14,7 @@ from simulator import Settings, run_world
 WORLDS_PER_TEST = 6
 GRAPHS_PER_WORLD = 8
 TESTS = 11
+OVERLAPPED = {"late": 3, "overlap": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +23,16 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("dagengine"), "disabled", True)
 
 
+PARTS = [("at once", part) for part in range(TESTS)]
+PARTS += [(mode, TESTS + part) for mode, parts in OVERLAPPED.items() for part in range(parts)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(TESTS))
-def test_random_graphs_equal_the_definition(part: int) -> None:
+@pytest.mark.parametrize(("mode", "part"), PARTS)
+def test_random_graphs_equal_the_definition(mode: str, part: int) -> None:
     counts: Counter[str] = Counter()
     for seed in range(part * WORLDS_PER_TEST, (part + 1) * WORLDS_PER_TEST):
-        counts += run_world(seed, GRAPHS_PER_WORLD)
+        counts += run_world(seed, GRAPHS_PER_WORLD, mode=mode)
     assert counts["graphs"] == WORLDS_PER_TEST * GRAPHS_PER_WORLD
     for happened in (
         "answers",
@@ -41,12 +46,14 @@ def test_random_graphs_equal_the_definition(part: int) -> None:
         assert counts[happened], f"no {happened} in {counts}"
 
 
+@pytest.mark.parametrize(("mode", "seed"), [("at once", 2), ("late", 1)])
 @pytest.mark.parametrize(("page_size", "pages"), [(1, 45), (3, 20), (16, 7)])
-def test_tight_memory_preempts_and_restores(page_size: int, pages: int) -> None:
-    counts = run_world(2, 6, Settings(page_size, pages, max_num_batched_tokens=16, max_num_seqs=8))
+def test_tight_memory_preempts_and_restores(page_size: int, pages: int, mode: str, seed: int) -> None:
+    counts = run_world(seed, 6, Settings(page_size, pages, max_num_batched_tokens=16, max_num_seqs=8), mode)
     assert counts["preemptions"] and counts["restored tokens"] and counts["evictions"], counts
 
 
+@pytest.mark.usefixtures("step_mode")
 def test_a_run_is_its_seed() -> None:
     """Two runs of one seed do the same, step by step; otherwise a printed seed would repeat nothing."""
     first, second = (run_world(3, 3) for _ in range(2))

@@ -18,7 +18,7 @@ import environment
 from environment import ROOT, VENV, python, say
 
 FOLDER = ROOT / "docs" / "benchmarks"
-COMMON = ("--dtype", "float32", "--threads", "2")
+COMMON = ("--device", "cpu", "--dtype", "float32", "--threads", "2")
 BARS = ("--question", "16", "--check")
 LONG_QUESTION = ("--only", "first-token", "--question", "64")
 

@@ -88,7 +88,9 @@ class Ours:
 def main() -> None:
     answers = own_output()
     model, threads, backend = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    config = EngineConfig(dtype="bfloat16", threads=threads, attention_backend=backend, kv_memory_gib=2.0)
+    config = EngineConfig(
+        device="cpu", dtype="bfloat16", threads=threads, attention_backend=backend, kv_memory_gib=2.0
+    )
     ours = Ours(build_core(model, config))
     runs = {"generate": ours.generate, "contexts": ours.contexts, "readers": ours.readers}
     serve({"engine": "dagengine"}, runs, answers)

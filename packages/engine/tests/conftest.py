@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dagengine import LLM
+from dagengine import LLM, devices
 
 from .byte_tokenizers import byte_level
 
@@ -16,6 +16,13 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tests marked `gpu` see one."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(devices, "why_no_cuda", lambda: "CUDA is not for this test")
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from dagengine_kernels.errors import UNSUPPORTED
 from dagengine_kernels.fused import native
 from dagengine_kernels.fused.backend import FusedBackend
 
-SMALL = {"load_format": "dummy", "seed": 1, "page_size": 4, "kv_pages": 64}
+SMALL = {"device": "cpu", "load_format": "dummy", "seed": 1, "page_size": 4, "kv_pages": 64}
 
 
 def core(folder, **options):

@@ -1,9 +1,11 @@
-"""The sampler against distributions computed in plain Python."""
+"""The sampler against a reference in plain Python (sampler_reference.py): choices, distributions, independence."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,59 +13,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dagengine.sampler import NonFiniteLogits, Sampled, SamplingRow, sample
+from dagengine.sampler import NonFiniteLogits, Sampled, Sampler, SamplingRow
 from dagengine.sampling import SamplingParams
+from dagengine.sampling_rows import CHUNK_ELEMENTS
 
-DRAWS = 800
+from .sampler_reference import CPU, choices, probabilities, row, sample
 
-
-def row(
-    params: SamplingParams,
-    *,
-    seed: int = 0,
-    seen: tuple[int, ...] = (),
-    sampled: tuple[int, ...] = (),
-    banned: tuple[int, ...] = (),
-) -> SamplingRow:
-    generator = None if params.temperature == 0 else torch.Generator().manual_seed(seed)
-    return SamplingRow(params, generator, seen, sampled, frozenset(banned))
+DRAWS = 12_000
+VOCAB = 12
 
 
 def draw(logits: Tensor, one: SamplingRow) -> Sampled:
-    (result,) = sample(logits[None].clone(), [one])
+    (result,) = sample(logits[None], [one])
     assert isinstance(result, Sampled)
     return result
 
 
-def reference(logits: list[float], one: SamplingRow) -> dict[int, float]:
-    """Token to probability, from the documentation of SamplingParams."""
-    p = one.params
-    scores = list(logits)
-    for token in {*one.seen, *one.sampled}:
-        scores[token] = (
-            scores[token] / p.repetition_penalty
-            if scores[token] > 0
-            else scores[token] * p.repetition_penalty
-        )
-    for token, count in Counter(one.sampled).items():
-        scores[token] -= p.presence_penalty + p.frequency_penalty * count
-    for token, bias in p.logit_bias.items():
-        scores[token] += bias
-    for token in one.banned:
-        scores[token] = -math.inf
-    peak = max(scores)
-    weights = {t: math.exp((s - peak) / p.temperature) for t, s in enumerate(scores)}
-    order = sorted(weights, key=lambda t: (-weights[t], t))
-    if p.top_k > 0:
-        order = order[: p.top_k]
-    order = [t for t in order if weights[t] >= p.min_p * weights[order[0]]]
-    total, mass, kept = sum(weights[t] for t in order), 0.0, []
-    for token in order:
-        if mass >= p.top_p * total and kept:
-            break
-        kept.append(token)
-        mass += weights[token]
-    return {t: weights[t] / mass for t in kept if weights[t] > 0}
+def draws(logits: list[float], one: SamplingRow, count: int = DRAWS) -> Counter[int]:
+    """Ids of `count` sequences with seeds of their own."""
+    rows = [replace(one, seed=seed) for seed in range(count)]
+    results = sample(torch.tensor(logits).expand(count, -1), rows)
+    assert all(isinstance(result, Sampled) for result in results)
+    return Counter(result.token_id for result in results)
+
+
+def surprise(counts: Counter[int], expected: Mapping[int, float]) -> float:
+    """How many standard deviations Pearson's chi-square lies above its mean; infinite if what cannot be was drawn."""
+    if not counts.keys() <= expected.keys():
+        return math.inf
+    if len(expected) == 1:
+        return 0.0
+    total = sum(counts.values())
+    square = sum((counts[t] - total * p) ** 2 / (total * p) for t, p in expected.items())
+    freedom = len(expected) - 1
+    return (square - freedom) / math.sqrt(2 * freedom)
 
 
 LOGITS = [2.0, 1.1, -0.5, 0.3, 1.9, -3.0, 0.0, 1.05]
@@ -78,6 +61,7 @@ CASES = {
     "tiny top_p": {"top_p": 1e-6},
     "min_p": {"min_p": 0.4},
     "min_p 1": {"min_p": 1.0},
+    "min_p, then top_p of what is left": {"min_p": 0.35, "top_p": 0.7},
     "top_k, then top_p of what is left": {"top_k": 3, "top_p": 0.75},
     "all three, warm": {"top_k": 6, "top_p": 0.8, "min_p": 0.1, "temperature": 1.7},
     "repetition": {"repetition_penalty": 1.8},
@@ -91,38 +75,112 @@ CASES = {
 @pytest.mark.parametrize("banned", [(), (0, 4)])
 def test_draws_follow_the_reference_distribution(options: dict[str, object], banned: tuple[int, ...]) -> None:
     params = SamplingParams(max_tokens=8, **({"temperature": 1.0} | options))
-    one = row(params, seed=3, seen=(0, 2, 3), sampled=(4, 4, 7), banned=banned)
-    expected = reference(LOGITS, one)
-    logits = torch.tensor(LOGITS)
-    counts = Counter(draw(logits, one).token_id for _ in range(DRAWS))
-    assert counts.keys() <= expected.keys()
-    for token, probability in expected.items():
-        allowed = 5 * math.sqrt(probability * (1 - probability) / DRAWS) + 1e-9
-        assert abs(counts[token] / DRAWS - probability) <= allowed
+    one = row(params, seen=(0, 2, 3), sampled=(4, 4, 7), banned=banned)
+    assert surprise(draws(LOGITS, one), probabilities(LOGITS, one)) < 6
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    logits=st.lists(st.integers(-32, 32).map(lambda i: i / 4), min_size=2, max_size=12),
-    seed=st.integers(0, 2**32),
-    options=st.fixed_dictionaries(
-        {
-            "temperature": st.floats(0.05, 10),
-            "top_k": st.integers(-1, 14),
-            "top_p": st.floats(0.05, 1.0),
-            "min_p": st.floats(0.0, 1.0),
-        }
-    ),
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"top_k": 3}, {"top_k": 4}),
+        ({"top_k": 4}, {"top_k": 3}),
+        ({"top_p": 0.6}, {"top_p": 0.75}),
+        ({"min_p": 0.4}, {"min_p": 0.38}),
+        ({"temperature": 1.0}, {"temperature": 1.15}),
+        ({"frequency_penalty": 0.4}, {"frequency_penalty": 0.6}),
+        ({"top_k": 3, "top_p": 0.75}, {"top_k": 3, "top_p": 0.85}),
+    ],
 )
-def test_only_tokens_of_the_reference_are_drawn(
-    logits: list[float], seed: int, options: dict[str, float]
+def test_the_comparison_would_notice_a_token_more_or_less(
+    options: dict[str, float], wrong: dict[str, float]
 ) -> None:
-    one = row(SamplingParams(max_tokens=8, **options), seed=seed)
-    token = draw(torch.tensor(logits), one).token_id
-    edge = {name: value for name, value in options.items() if name in ("top_p", "min_p")}
-    looser = options | {"top_p": min(1.0, edge["top_p"] + 1e-5), "min_p": edge["min_p"] * (1 - 1e-5)}
-    ties = {t for t, v in enumerate(logits) if v == logits[token]}
-    assert ties & reference(logits, row(SamplingParams(max_tokens=8, **looser), seed=seed)).keys()
+    one, other = (
+        row(SamplingParams(max_tokens=8, **o), seen=(0, 2, 3), sampled=(4, 4, 7)) for o in (options, wrong)
+    )
+    expected = probabilities(LOGITS, other)
+    if options == {"min_p": 0.4}:  # 1.05 is to 2 as 0.387 is to 1
+        assert len(expected) == len(probabilities(LOGITS, one)) + 1
+    assert surprise(draws(LOGITS, one), expected) > 12
+
+
+@st.composite
+def parameters(draw: st.DrawFn) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=8,
+        temperature=draw(st.sampled_from([0.0, 1e-9, 0.05, 0.7, 1.0, 3.0, 100.0])),
+        top_k=draw(st.sampled_from([0, 0, -1, 1, 2, 5, VOCAB - 1, VOCAB, VOCAB + 1])),
+        top_p=draw(st.sampled_from([1.0, 1.0, 1e-9, 0.31, 0.62, 0.93, 0.99999])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 1e-9, 0.03, 0.33, 0.97, 1.0])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 0.7, 1.3])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, -0.9, 1.1])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.0, -0.3, 0.6])),
+        logit_bias=draw(
+            st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 0.35, 9.0]), max_size=2)
+        ),
+        logprobs=draw(st.sampled_from([None, 0, 3])),
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[list[float]], list[SamplingRow]]:
+    """Logits on a coarse grid, so that there are ties, with padded ids; and what to do with them."""
+    ids = st.integers(0, VOCAB - 1)
+    level = st.one_of(st.integers(-24, 24).map(lambda i: i / 4), st.just(-math.inf))
+    rows, logits = [], []
+    for key in range(draw(st.integers(1, 5))):
+        logits.append(draw(st.lists(level, min_size=VOCAB, max_size=VOCAB)))
+        rows.append(
+            row(
+                draw(parameters()),
+                seed=draw(st.integers(-(2**63), 2**63 - 1)),
+                key=key,
+                seen=draw(st.lists(ids, max_size=5)),
+                sampled=draw(st.lists(ids, max_size=5)),
+                banned=draw(st.one_of(st.just(()), st.lists(ids, max_size=3), st.just(tuple(range(VOCAB))))),
+            )
+        )
+    return logits, rows
+
+
+@settings(max_examples=400, deadline=None)
+@given(batch=batches(), dtype=st.sampled_from([torch.float32, torch.float64]), padding=st.integers(0, 3))
+def test_every_choice_is_that_of_the_reference(
+    batch: tuple[list[list[float]], list[SamplingRow]], dtype: torch.dtype, padding: int
+) -> None:
+    logits, rows = batch
+    table = torch.tensor(logits, dtype=dtype)
+    padded = torch.cat([table, torch.full((len(rows), padding), 99.0, dtype=dtype)], dim=1)
+    pending = Sampler(CPU, VOCAB).launch(padded, rows)
+    for result, token, values, one in zip(pending.results(), pending.ids.tolist(), logits, rows, strict=True):
+        right = choices(values, one, error=2e-5)
+        if not right:
+            assert isinstance(result, NonFiniteLogits) and token == 0
+        else:
+            assert isinstance(result, Sampled) and result.token_id == token
+            assert token in right
+
+
+def test_the_reference_mostly_leaves_one_choice() -> None:
+    logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(1)).tolist()
+    params = SamplingParams(top_k=8, top_p=0.9, min_p=0.05)
+    sizes = [len(choices(values, row(params, seed=i), error=2e-5)) for i, values in enumerate(logits)]
+    assert sizes.count(1) >= 198
+
+
+@pytest.mark.parametrize("few", [2, 1000], ids=["sorted", "selected"])
+@pytest.mark.parametrize("spread", [0.3, 8.0])
+def test_top_p_of_a_large_vocabulary(few: int, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the vocabulary was sorted or not."""
+    monkeypatch.setattr("dagengine.sampler.FEW", few)
+    logits = torch.randn(6, 1500, generator=torch.Generator().manual_seed(4)) * spread
+    rows = [
+        row(SamplingParams(top_p=0.9, min_p=m), seed=i, key=i)
+        for i, m in enumerate((0, 0, 0, 0.01, 0.1, 0.5))
+    ]
+    results = sample(logits, rows)
+    for result, values, one in zip(results, logits.tolist(), rows, strict=True):
+        assert isinstance(result, Sampled)
+        assert result.token_id in choices(values, one, error=1e-6)
 
 
 def test_greedy_takes_the_largest_and_the_lowest_id_on_ties() -> None:
@@ -130,6 +188,20 @@ def test_greedy_takes_the_largest_and_the_lowest_id_on_ties() -> None:
     assert draw(torch.tensor([0.0, 3.0, 3.0, 1.0]), row(greedy)).token_id == 1
     assert draw(torch.tensor([5.0, 3.0, 3.0, 5.0]), row(greedy)).token_id == 0
     assert draw(torch.tensor([-torch.inf, -4.0, -torch.inf]), row(greedy)).token_id == 1
+
+
+def test_of_equal_tokens_the_filters_keep_the_lowest_ids() -> None:
+    logits = [1.0, 0.0, -0.0, 1.0, 0.0, 0.0, 1.0, -0.0]
+    for options, expected in (
+        ({"top_k": 2}, {0, 3}),
+        ({"top_k": 5}, {0, 3, 6, 1, 2}),
+        ({"top_p": 0.2}, {0}),
+        ({"top_p": 0.5}, {0, 3, 6}),
+        ({"top_p": 0.65}, {0, 3, 6, 1}),
+        ({"min_p": 1.0}, {0, 3, 6}),
+    ):
+        one = row(SamplingParams(max_tokens=8, **options))
+        assert draws(logits, one, 500).keys() == expected == probabilities(logits, one).keys()
 
 
 def test_greedy_with_penalties_is_the_largest_of_what_is_left() -> None:
@@ -148,35 +220,50 @@ def test_a_seed_gives_the_same_tokens_and_another_seed_others() -> None:
     logits = torch.randn(200, generator=torch.Generator().manual_seed(0))
 
     def tokens(seed: int) -> list[int]:
-        one = row(params, seed=seed)
-        return [draw(logits, one).token_id for _ in range(20)]
+        return [draw(logits, row(params, seed=seed, step=step)).token_id for step in range(20)]
 
-    assert tokens(5) == tokens(5)
-    assert tokens(5) != tokens(6)
+    assert tokens(5) == tokens(5) == tokens(5 + 2**64)
+    assert len({tuple(tokens(seed)) for seed in range(20)}) == 20
+    assert len(set(tokens(5))) > 10
 
 
-def test_a_row_never_depends_on_the_other_rows_of_the_batch() -> None:
-    logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(2))
-    params = [
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.9),
-        SamplingParams(temperature=1.5, top_k=5, logprobs=3),
-        SamplingParams(temperature=1.0, top_p=0.5),
-        SamplingParams(temperature=0.7, min_p=0.2, presence_penalty=1.0),
-        SamplingParams(temperature=0.0, logit_bias={3: 5.0}, logprobs=0),
-        SamplingParams(temperature=2.0),
-        SamplingParams(temperature=1.0, repetition_penalty=1.5),
-        SamplingParams(temperature=1.0),
-    ]
+OPTIONS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9),
+    SamplingParams(temperature=1.5, top_k=5, logprobs=3),
+    SamplingParams(temperature=1.0, top_p=0.5),
+    SamplingParams(temperature=0.7, min_p=0.2, presence_penalty=1.0),
+    SamplingParams(temperature=0.0, logit_bias={3: 5.0}, logprobs=0),
+    SamplingParams(temperature=2.0, top_k=20, top_p=0.9),
+    SamplingParams(temperature=1.0, repetition_penalty=1.5, logprobs=20),
+    SamplingParams(temperature=0.0, frequency_penalty=0.5),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_p=0.97, min_p=0.01),
+]
 
-    def rows() -> list[SamplingRow]:
-        return [row(p, seed=i, seen=(1, 2), sampled=(3,)) for i, p in enumerate(params)]
 
-    alone = [draw(logits[i], one) for i, one in enumerate(rows())]
-    assert sample(logits.clone(), rows()) == alone
-    order = [8, 3, 0, 5, 1, 7, 2, 6, 4]
-    shuffled = sample(logits[order].clone(), [rows()[i] for i in order])
-    assert shuffled == [alone[i] for i in order]
+@pytest.mark.parametrize("chunk", [1, 150, 1 << 16])
+def test_a_row_never_depends_on_the_other_rows_of_the_batch(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(11, 50, generator=torch.Generator().manual_seed(2)).mul(2).round().div(2)
+    rows = [row(p, seed=i, seen=(1, 2), sampled=(3,)) for i, p in enumerate(OPTIONS)]
+    alone = [draw(logits[i], one) for i, one in enumerate(rows)]
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", chunk)
+    assert sample(logits, rows) == alone
+    order = [8, 3, 0, 5, 10, 1, 7, 9, 2, 6, 4]
+    assert sample(logits[order], [rows[i] for i in order]) == [alone[i] for i in order]
+    twice = sample(logits.repeat(3, 1), rows * 3)
+    assert twice == alone * 3
+
+
+def test_a_row_does_not_depend_on_the_ids_past_the_vocabulary() -> None:
+    logits = torch.randn(11, 50, generator=torch.Generator().manual_seed(2))
+    rows = [row(p, seed=i, seen=(1, 2, 55), sampled=(3, 51), banned=(4, 52)) for i, p in enumerate(OPTIONS)]
+    rows[5] = replace(rows[5], params=replace(OPTIONS[5], logit_bias={3: 5.0, 53: 100.0}))
+    for filler in (1e9, float("nan"), -torch.inf):
+        wide = torch.cat([logits, torch.full((11, 6), filler)], dim=1)
+        assert sample(wide, rows, vocab_size=50) == sample(logits, rows)
 
 
 def test_bad_rows_end_alone() -> None:
@@ -184,23 +271,32 @@ def test_bad_rows_end_alone() -> None:
     logits = torch.tensor(
         [[1.0, 2.0], [1.0, nan], [nan, 1.0], [-inf, -inf], [inf, 0.0], [-inf, 0.5], [3.0, 2.0]]
     )
-    greedy, warm = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
-    for params in (greedy, warm):
-        results = sample(logits.clone(), [row(params, seed=i) for i in range(7)])
+    for params in (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0),
+        SamplingParams(top_k=1),
+        SamplingParams(top_k=1, top_p=0.5, logprobs=2),
+        SamplingParams(top_p=0.5, min_p=0.1),
+        SamplingParams(temperature=0.0, repetition_penalty=1.5, logprobs=1),
+    ):
+        rows = [row(params, seed=i, key=i, seen=(0, 1)) for i in range(7)]
+        pending = Sampler(CPU, 2).launch(logits, rows)
+        results = pending.results()
         failed = [isinstance(result, NonFiniteLogits) for result in results]
         assert failed == [False, True, True, True, True, False, False]
-    assert results[5].token_id == 1
+        assert [result.row for result in results if isinstance(result, NonFiniteLogits)] == [1, 2, 3, 4]
+        assert pending.ids[1:5].tolist() == [0, 0, 0, 0]
+        assert results[5].token_id == 1
 
 
 def test_banned_ids_are_never_drawn_even_when_likeliest() -> None:
-    logits = torch.tensor([50.0, 1.0, 0.0, 40.0])
     one = row(SamplingParams(temperature=1.0), banned=(0, 3))
-    assert {draw(logits, one).token_id for _ in range(100)} == {1, 2}
+    assert draws([50.0, 1.0, 0.0, 40.0], one, 200).keys() == {1, 2}
 
 
 def test_a_row_whose_every_choice_is_banned_fails_and_does_not_crash() -> None:
-    for temperature in (0.0, 1.0):
-        one = row(SamplingParams(temperature=temperature), banned=(0, 1))
+    for options in ({"temperature": 0.0}, {}, {"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.5}):
+        one = row(SamplingParams(**options), banned=(0, 1))
         (result,) = sample(torch.tensor([[1.0, 2.0]]), [one])
         assert isinstance(result, NonFiniteLogits)
 
@@ -219,6 +315,13 @@ def test_logprobs_are_the_models_distribution_before_penalties_and_temperature()
         assert value == pytest.approx(expected[token], abs=1e-6)
 
 
+def test_logprobs_of_a_flat_distribution_over_a_large_vocabulary() -> None:
+    found = draw(torch.zeros(200_000), row(SamplingParams(temperature=0.0, logprobs=2))).logprob
+    assert found is not None
+    assert found.logprob == pytest.approx(-math.log(200_000), abs=1e-6)
+    assert found.top == ((0, found.logprob), (1, found.logprob))
+
+
 def test_logprobs_of_masked_ids_are_left_out() -> None:
     """A padded id has log-probability minus infinity, which no JSON can hold."""
     logits = torch.tensor([1.0, 2.0, -torch.inf, -torch.inf])
@@ -235,12 +338,29 @@ def test_as_many_alternatives_as_asked_for(count: int | None, expected: int | No
 
 
 def test_logits_are_left_as_they_were() -> None:
-    logits = torch.tensor([LOGITS])
+    logits = torch.randn(11, 50, generator=torch.Generator().manual_seed(2))
     before = logits.clone()
-    sample(logits, [row(SamplingParams(temperature=1.0, presence_penalty=1.0), sampled=(1,), banned=(2,))])
+    sample(logits, [row(p, seed=i, seen=(1, 2), sampled=(3,), banned=(2,)) for i, p in enumerate(OPTIONS)])
     assert torch.equal(logits, before)
 
 
 def test_extreme_logits_at_a_tiny_temperature_are_greedy() -> None:
     logits = torch.tensor([3e38, -3e38, 2.9e38])
-    assert draw(logits, row(SamplingParams(temperature=1e-9))).token_id == 0
+    for options in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}):
+        assert draw(logits, row(SamplingParams(temperature=1e-9, **options))).token_id == 0
+
+
+def test_a_huge_temperature_is_nearly_uniform() -> None:
+    one = row(SamplingParams(temperature=100.0))
+    assert surprise(draws(LOGITS, one), probabilities(LOGITS, one)) < 6
+    assert min(probabilities(LOGITS, one).values()) > 0.11
+
+
+def test_no_rows_are_no_results() -> None:
+    assert sample(torch.empty(0, 5), []) == []
+
+
+@pytest.mark.parametrize("vocab_size", [0, 2**21])
+def test_a_vocabulary_that_masses_cannot_hold_is_refused(vocab_size: int) -> None:
+    with pytest.raises(ValueError, match="vocab_size"):
+        Sampler(CPU, vocab_size)

@@ -15,7 +15,7 @@ from dagengine.build import read_model
 from dagengine.errors import DagError
 from dagengine.models.linear import DenseLinear, Linear
 from dagengine.models.llama import LlamaForCausalLM
-from dagengine.weights import INDEX, Closing, DummySource, SafetensorsSource
+from dagengine.weights import INDEX, Closing, DummySource, SafetensorsSource, Staging, stored_dtype
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -254,3 +254,62 @@ def test_dummy_weights_are_the_same_for_a_seed() -> None:
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_fused_dummy_weights_are_those_taken_one_by_one(dtype: torch.dtype) -> None:
+    def source() -> DummySource:
+        return DummySource(5, dtype=dtype, device=torch.device("cpu"), tied=False)
+
+    one, other = source(), source()
+    fused = one.take_fused(["a", "b"], [(16, 20), (8, 20)])
+    assert torch.equal(fused, torch.cat([other.take("a", (16, 20)), other.take("b", (8, 20))]))
+
+
+def test_fused_tensors_are_checked_and_counted_one_by_one(tmp_path: Path) -> None:
+    folder = write(tmp_path, all_tensors())
+    names = [f"model.layers.0.mlp.{p}_proj.weight" for p in ("gate", "up")]
+    source = SafetensorsSource(folder, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(DagError) as refused:
+        source.take_fused(names, [(20, 16), (21, 16)])
+    assert refused.value.field == names[1]
+    with pytest.raises(AssertionError):
+        source.take(names[0], (20, 16))
+
+
+class Unpinned(Staging):
+    """The same turns over ordinary memory, with events that are counted."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
+        self.waits: list[int] = []
+        self._events = [Event(self.waits, 0), Event(self.waits, 1)]  # type: ignore[assignment]
+        self._device, self._turn = torch.device("cpu"), 0
+
+
+class Event:
+    def __init__(self, waits: list[int], turn: int) -> None:
+        self.waits, self.turn = waits, turn
+
+    def synchronize(self) -> None:
+        self.waits.append(self.turn)
+
+    def record(self) -> None: ...
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
+def test_staging_copies_in_parts_and_waits_for_the_buffer_of_each(
+    stored: torch.dtype, wanted: torch.dtype
+) -> None:
+    staging, source = Unpinned(64), torch.randn(7, 9).to(stored)
+    out = torch.zeros(7, 9, dtype=wanted)
+    staging.copy(source, out)
+    assert torch.equal(out, source.to(wanted))
+    parts = -(-63 * source.element_size() // 64)
+    assert staging.waits == [turn % 2 for turn in range(parts)]
+
+
+@pytest.mark.parametrize(("stored", "name"), [(torch.bfloat16, "bfloat16"), (torch.int8, None)])
+def test_the_stored_dtype_is_the_first_tensors(tmp_path: Path, stored: torch.dtype, name: str | None) -> None:
+    assert stored_dtype(write(tmp_path, {EMBEDDING: torch.zeros(11, 16).to(stored)})) == name

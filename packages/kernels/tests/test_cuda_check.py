@@ -37,7 +37,8 @@ def nvcc():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "source", ["append", "merge", "transform", "advance", "attend", "skinny", "tiled", "norm", "gate"]
+    "source",
+    ["append", "merge", "transform", "advance", "attend", "draw", "skinny", "tiled", "norm", "gate"],
 )
 def test_kernels_compile_without_spills(gate, nvcc, source):
     built = gate.check(gate.listed([source]), nvcc)

@@ -87,7 +87,7 @@ def test_append_writes_what_is_defined_and_nothing_else(device, dtype, head, nor
         weights = torch.randn(2, head_dim, generator=generator).to(device)
         k_norm, q_norm = (HeadNorm(w, 1e-5) if norms else None for w in weights)
         plan = plan_append(positions, slots, rotary, page_size)
-        out = plan.write(k, v, kv_layer, k_norm=k_norm, q=q if norms else None, q_norm=q_norm)
+        out = plan.write(k, v, kv_layer, k_norm=k_norm, q=q, q_norm=q_norm)
         at = kv_layer.permute(0, 3, 1, 2, 4)[slots // page_size, slots % page_size]
         close(at[:, 0], turned(normed(k, k_norm) if norms else k, positions, rotary, True), dtype)
         assert torch.equal(at[:, 1], v)
@@ -95,9 +95,9 @@ def test_append_writes_what_is_defined_and_nothing_else(device, dtype, head, nor
         if norms:
             close(out, normed(q, q_norm), dtype)
         else:
-            assert out is None
+            assert torch.equal(out, q) and out.is_contiguous()
         again = torch.full_like(kv_layer, math.nan)
-        plan.write(k, v, again, k_norm=k_norm)
+        assert plan.write(k, v, again, k_norm=k_norm) is None
         assert torch.equal(again.nan_to_num(9.0), kv_layer.nan_to_num(9.0))
 
 
@@ -110,7 +110,8 @@ def test_append_refuses_what_does_not_fit(device):
     for field, arguments, named in (
         ("k", (k[:1], k[:1], kv_layer), {}),
         ("kv_layer", (k, k, empty_pages(2, 1, 8, 8, device=device)), {}),
-        ("q", (k, k, kv_layer), {"q": k}),
+        ("q", (k, k, kv_layer), {"q_norm": bad_norm}),
+        ("q", (k, k, kv_layer), {"q": k[:1]}),
         ("k_norm", (k, k, kv_layer), {"k_norm": bad_norm}),
     ):
         with pytest.raises(KernelError) as refused:

@@ -80,6 +80,7 @@ def test_append_is_that_of_torch(dtype, head_dim, rotary_dim, pairing, page_size
     k = torch.cat((k, k), 1)[:, :heads]
     positions = torch.randint(0, 100, (tokens,), device=DEVICE)
     slots = torch.randperm(pages * page_size)[:tokens].to(DEVICE)
+    slots[4::7] = -1
     norm = HeadNorm(torch.rand(head_dim, device=DEVICE), 1e-6) if normed else None
     have = torch.full_like(
         empty_pages(pages, heads, page_size, head_dim, dtype=dtype, device=DEVICE), torch.nan

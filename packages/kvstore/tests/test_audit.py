@@ -42,6 +42,19 @@ def free_a_live_page(store: KVStore, node: NodeRecord) -> None:
     store._books.pool._free.add(node.pages[0])  # type: ignore[arg-type]
 
 
+def commit_what_is_unknown(store: KVStore, node: NodeRecord) -> None:
+    writer = store.begin([], [], 0, signature={})
+    writer.reserve(1)
+    writer.append([], unknown=1)
+    writer._committed = 1
+
+
+def share_what_is_not_committed(store: KVStore, node: NodeRecord) -> None:
+    writer = store.begin([], [], 0, signature={})
+    writer.reserve(1)
+    store._books.pool.remember(writer.pages[0], "content")
+
+
 @pytest.mark.parametrize(
     "damage, words",
     [
@@ -53,6 +66,8 @@ def free_a_live_page(store: KVStore, node: NodeRecord) -> None:
         (mark_as_restoring, "is marked restoring=True"),
         (hand_out_a_leased_page, "were handed out again under a lease"),
         (free_a_live_page, "page 0 is in ['free', 'live']"),
+        (commit_what_is_unknown, "is committed, known, appended, reserved up to (1, 0, 1, 4)"),
+        (share_what_is_not_committed, "shares page 1, of which nothing is committed"),
     ],
 )
 def test_check_names_the_difference(damage: Callable[[KVStore, NodeRecord], None], words: str) -> None:

@@ -91,6 +91,8 @@ def test_only_what_is_missing_is_computed_again() -> None:
     with refused("not_committed"):
         writer.finish()
     writer.reserve(6)
+    with refused("recipe_mismatch"):
+        writer.append([], unknown=1)
     writer.append(writer.todo)
     writer.commit(6)
     assert writer.finish() is node

@@ -33,6 +33,7 @@ class Writing:
     node: ShadowNode
     writer: Writer
     pending: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, kv, stored), not launched
+    unfilled: list[int] = field(default_factory=list)  # tokens that the writer was not told yet
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ class Step:
     fence: int
     writes: list[tuple[int, int, int]]
     commits: list[tuple[Writing, int]]
-    reads: list[tuple[int, tuple[int, int]]]  # (slot, what the row held when the step began)
+    reads: list[tuple[int, tuple[int, int], int]]  # (slot, what the row held and its page's generation then)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -131,11 +132,12 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.arena.read(writing.writer.extents()) == writing.node.kv
 
     @precondition(lambda self: self.writing)
-    @rule(data=st.data(), tokens=TOKENS)
-    def append(self, data: st.DataObject, tokens: list[int]) -> None:
-        self.write(self.pick(data, self.writing), tokens)
+    @rule(data=st.data(), tokens=TOKENS, unknown=st.integers(0, 3))
+    def append(self, data: st.DataObject, tokens: list[int], unknown: int) -> None:
+        self.write(self.pick(data, self.writing), tokens, unknown)
 
-    def write(self, writing: Writing, tokens: list[int]) -> None:
+    def write(self, writing: Writing, tokens: list[int], unknown: int = 0) -> None:
+        """Append tokens, the last `unknown` of them (all, behind an unknown one) without saying which."""
         writer = writing.writer
         needed = writer.pages_needed(len(tokens))
         fits = self.store.can_fit(needed, reads=writer.node.reads)
@@ -151,7 +153,14 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert fits
         first = len(writing.node.tokens)
-        slots = writer.append(tokens)
+        known = len(tokens) - unknown if len(tokens) > unknown else 0
+        if writing.unfilled:
+            with pytest.raises(KVStoreError) as caught:
+                writer.append(tokens)
+            assert caught.value.code == "not_filled"
+            known = 0
+        slots = writer.append(tokens[:known], len(tokens) - known)
+        writing.unfilled += tokens[known:]
         self.arena.compute(writing.node, tokens)
         for offset, slot in enumerate(slots, start=first):
             writing.pending.append((slot, writing.node.kv[offset], writer.node.own_start + offset))
@@ -173,20 +182,43 @@ class StoreMachine(RuleBasedStateMachine):
     def watch(self, step: Step, extents: list) -> None:
         for page, lo, hi, _ in extents:
             for slot in range(page * self.page_size + lo, page * self.page_size + hi):
-                step.reads.append((slot, self.arena.rows[slot]))
+                step.reads.append((slot, self.arena.rows[slot], self.books.pool.generation[page]))
 
     @precondition(lambda self: self.steps)
     @rule()
     def end_step(self) -> None:
         step = self.steps.pop(0)
-        for slot, row in step.reads:
+        for slot, row, generation in step.reads:
             assert self.arena.rows[slot] == row, "a page was overwritten under a running step"
+            now = self.books.pool.generation[slot // self.page_size]
+            assert now == generation, "a page was handed out under a running step"
         for slot, kv, stored in step.writes:
             self.arena.rows[slot] = (kv, stored)
         self.store.end_step(step.fence)
         for writing, count in step.commits:
             if writing in self.writing:
-                writing.writer.commit(count)
+                self.commit(writing, count)
+
+    def commit(self, writing: Writing, count: int) -> None:
+        """Commit, after naming what has to be known for it."""
+        writer = writing.writer
+        missing = writer.num_committed + count - writer.num_known
+        if missing > 0:
+            with pytest.raises(KVStoreError) as caught:
+                writer.commit(count)
+            assert caught.value.code == "not_filled"
+            self.fill_first(writing, missing)
+        writer.commit(count)
+
+    @precondition(lambda self: any(writing.unfilled for writing in self.writing))
+    @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        writing = self.pick(data, [writing for writing in self.writing if writing.unfilled])
+        self.fill_first(writing, data.draw(st.integers(1, len(writing.unfilled))))
+
+    def fill_first(self, writing: Writing, count: int) -> None:
+        writing.writer.fill(writing.unfilled[:count])
+        del writing.unfilled[:count]
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data())

@@ -72,6 +72,65 @@ def test_a_seal_needs_every_token_committed_and_valid_spans() -> None:
             use()
 
 
+def test_unknown_tokens_are_named_before_they_are_committed() -> None:
+    store = make_store()
+    writer = store.begin([], [], 0, signature=SIGNATURE)
+    writer.reserve(9)
+    assert writer.append([1, 2], unknown=2) == [0, 1, 2, 3]
+    assert (writer.num_known, writer.num_tokens, writer.node.length) == (2, 4, 2)
+    with refused("not_filled", "tokens"):
+        writer.append([3])
+    assert writer.append([], unknown=1) == [4], "unknown ones may follow"
+    with refused("not_filled", "count"):
+        writer.commit(3)
+    assert writer.num_committed == 0, "nothing was committed"
+    with refused("invalid_count", "tokens"):
+        writer.fill([3, 4, 5, 6])
+    with refused("invalid_count", "unknown"):
+        writer.append([], unknown=-1)
+    writer.fill([3])
+    writer.commit(3)
+    writer.fill([4, 5])
+    with refused("not_committed"):
+        writer.seal()
+    writer.commit(2)
+    assert writer.append([6]) == [5], "known ones may follow when all are named"
+    writer.commit(1)
+    assert writer.seal().tokens == (1, 2, 3, 4, 5, 6)
+    store.check()
+
+
+def test_a_page_is_reusable_only_when_its_tokens_are_named() -> None:
+    store = make_store()
+    first, second = (store.begin([], [], 0, signature=SIGNATURE) for _ in range(2))
+    first.reserve(4)
+    first.append([1, 2, 3], unknown=1)
+    first.commit(3)
+    assert second.match([1, 2, 3, 4]) == 0
+    first.fill([4])
+    assert second.match([1, 2, 3, 4]) == 0, "known, but its step still runs"
+    first.commit(1)
+    assert second.match([1, 2, 3, 5]) == 0 and second.match([1, 2, 3, 4]) == 4
+
+
+@pytest.mark.parametrize("end", ["rollback", "abort"])
+def test_unknown_tokens_end_with_their_writer(end: str) -> None:
+    store = make_store(num_pages=2)
+    writer = store.begin([], [], 0, signature=SIGNATURE)
+    writer.reserve(5)
+    writer.append([1, 2, 3], unknown=2)
+    if end == "abort":
+        writer.abort()
+    else:
+        writer.rollback()
+        assert (writer.num_tokens, writer.num_known) == (0, 0)
+        writer.reserve(1)
+        writer.append([7])
+        writer.commit(1)
+        store.unhold(writer.seal())
+    assert_all_pages_back(store)
+
+
 def test_an_empty_node_is_a_state_without_pages() -> None:
     store = make_store()
     node = write(store, [])

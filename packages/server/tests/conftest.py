@@ -104,7 +104,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_engine(folder: Path, **config: Any) -> EngineThread:
-    options = {"kv_pages": NUM_PAGES, "page_size": PAGE_SIZE, "max_num_seqs": 16, "seed": 1, **config}
+    options = {
+        "device": "cpu",
+        "kv_pages": NUM_PAGES,
+        "page_size": PAGE_SIZE,
+        "max_num_seqs": 16,
+        "seed": 1,
+        **config,
+    }
     return EngineThread(build_core(folder, EngineConfig(**options)))
 
 

@@ -21,7 +21,7 @@ from dagengine_server.settings import ServerSettings
 
 
 def run(folder: str, port: int, timeout_s: float, step_s: float) -> int:
-    core: Any = build_core(folder, EngineConfig(kv_pages=160, page_size=4, threads=1))
+    core: Any = build_core(folder, EngineConfig(device="cpu", kv_pages=160, page_size=4, threads=1))
     step = core.step
 
     def slowed() -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from dagengine import EngineConfig
 from dagengine_server.cli import options
 from dagengine_server.cli.console import new_app
 
@@ -22,6 +25,11 @@ def show(
     port: Annotated[int, typer.Option()] = 8000,
     page_size: options.PageSize = 64,
     api_key: Annotated[list[str] | None, typer.Option()] = None,
+    device: options.Device = "auto",
+    kv_pages: options.KvPages = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    enforce_eager: options.EnforceEager = False,
+    batch_invariant: options.BatchInvariant = False,
     config: options.Config = None,
 ) -> None:
     for option in options.resolved(context):
@@ -54,7 +62,29 @@ def test_the_environment_can_name_the_file_and_the_model(file: Path) -> None:
     assert status == 0
     assert "model=m from environment DAGENGINE_MODEL" in text
     assert f"page_size=16 from {file}" in text
-    assert "{'page_size': 16}" in text
+    assert "'page_size': 16" in text
+
+
+def test_the_engines_device_and_memory_come_from_everywhere(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.toml"
+    file.write_text('device = "cuda:1"\ngpu-memory-utilization = 0.5\nenforce-eager = true\n')
+    status, text = run("--config", str(file), DAGENGINE_DEVICE="cuda", DAGENGINE_BATCH_INVARIANT="1")
+    assert status == 0
+    assert "device=cuda from environment DAGENGINE_DEVICE" in text
+    engine = ast.literal_eval(text.splitlines()[-1])
+    assert engine == {
+        "device": "cuda",
+        "page_size": 64,
+        "gpu_memory_utilization": 0.5,
+        "enforce_eager": True,
+        "batch_invariant": True,
+    }
+    text = run("--config", str(file), "--device", "cpu", DAGENGINE_DEVICE="cuda")[1]
+    assert "device=cpu from command line" in text
+
+
+def test_every_field_of_the_engine_that_a_command_takes_is_one() -> None:
+    assert set(options.ENGINE_FIELDS) <= {field.name for field in fields(EngineConfig)}
 
 
 def test_secrets_are_counted_and_not_shown(file: Path) -> None:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not (FOLDER / "config.json").exists(), reason=f"
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Server]:
-    engine = EngineThread(build_core(FOLDER, EngineConfig(kv_pages=64)))
+    engine = EngineThread(build_core(FOLDER, EngineConfig(device="cpu", kv_pages=64)))
     with running(engine, ServerSettings(served_model_name="demo")) as server:
         yield server
 

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from .core import EngineCore
+from .devices import use_device
 from .errors import DagError, EngineDead
 from .request import Event, FinishedEvent, Request
 
@@ -142,6 +143,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
+            use_device(self._core.attention.device)
             while not self._turn():
                 pass
             self._die(EngineDead("the engine is closed"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from dagengine_kernels import AttentionBackend, KernelError, get_backend
 from dagengine_kernels.errors import UNSUPPORTED
 
@@ -23,12 +25,27 @@ class ChosenBackend:
     Attributes:
         implementation: what really runs, as the backend names it.
         reason: why it was chosen, for people.
+        runner: whose model it runs.
     """
 
     name: str
     backend: AttentionBackend
     implementation: str
     reason: str
+    runner: Runner
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs, which is where the model is."""
+        return self.runner.device
+
+    def why_not(self, name: str) -> str | None:
+        """Why another backend cannot run the same model here, or None."""
+        try:
+            _tried(name, self.runner, "asked for")
+        except Exception as error:
+            return as_dag_error(error, FIELD).message
+        return None
 
 
 def choose_backend(name: str, runner: Runner) -> ChosenBackend:
@@ -57,4 +74,4 @@ def choose_backend(name: str, runner: Runner) -> ChosenBackend:
 def _tried(name: str, runner: Runner, reason: str) -> ChosenBackend:
     backend = get_backend(name)
     runner.try_backend(backend)
-    return ChosenBackend(backend.name, backend, backend.implementation, reason)
+    return ChosenBackend(backend.name, backend, backend.implementation, reason, runner)

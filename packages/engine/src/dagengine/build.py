@@ -1,6 +1,7 @@
 """From a model's folder to an engine core: config, geometry, weights, pool, signature.
 
-The dtype, the pool's size and the threads are decided here, once, and reported; nothing is decided silently.
+The device, the dtype, the pool's size and the threads are decided here, once, and reported; nothing is decided
+silently.
 """
 
 from __future__ import annotations
@@ -29,22 +30,17 @@ from dagengine_positions import (
     position_policies,
 )
 
-from .config import EngineConfig
+from .config import POOL_SIZES, EngineConfig
 from .core import EngineCore, Observer
+from .cuda_runner import make_runner
+from .devices import place, use_device
 from .errors import DagError, as_dag_error
+from .memory import gib_of, num_pages
 from .models.registry import Model, model_class
-from .runner import Runner
 from .tokenizer import Tokenizer
-from .weights import Closing, DummySource, SafetensorsSource
+from .weights import Closing, DummySource, SafetensorsSource, stored_dtype
 
 log = logging.getLogger("dagengine")
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 
 
 @dataclass(frozen=True)
@@ -108,17 +104,21 @@ def build_core(
     *,
     chat_template: str | None = None,
     observer: Observer | None = None,
+    text: bool = True,
 ) -> EngineCore:
-    """Load a model and build its engine core on the CPU.
+    """Load a model and build its engine core.
 
     The work is done by a thread that ends with it. A thread that multiplied once keeps OpenMP workers, and on a
     machine without cores to spare those of the caller would slow every step of the engine's thread.
+
+    Args:
+        text: whether to load the folder's tokenizer; without it requests and answers are token ids.
 
     Raises:
         DagError: `model_not_found`, `unsupported`, `invalid_weights`, or a refusal of the configuration.
     """
     with ThreadPoolExecutor(1, "dagengine-build") as pool:
-        return pool.submit(_build_core, model, config, chat_template, observer).result()
+        return pool.submit(_build_core, model, config, chat_template, observer, text).result()
 
 
 def _build_core(
@@ -126,14 +126,22 @@ def _build_core(
     config: EngineConfig,
     chat_template: str | None,
     observer: Observer | None,
+    text: bool,
 ) -> EngineCore:
     folder = find_model(model)
     files = read_model(folder)
-    device = torch.device("cpu")
-    dtype = DTYPES["float32" if config.dtype == "auto" else config.dtype]
+    _check_kv_layout(files.geometry)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    tokenizer = Tokenizer(folder, chat_template) if (folder / "tokenizer.json").exists() else None
+    checkpoint = files.geometry.dtype or (None if config.load_format == "dummy" else stored_dtype(folder))
+    placement = place(config, files.geometry, checkpoint)
+    _check_options(config, placement.device)
+    device, dtype = placement.device, placement.dtype
+    log.info("device %s: %s", device, placement.reason)
+    use_device(device)
+    has_text = text and (folder / "tokenizer.json").exists()
+    tokenizer = Tokenizer(folder, chat_template) if has_text else None
+    begin = time.perf_counter()
     if config.load_format == "dummy":
         source: Any = DummySource(
             config.seed or 0, dtype=dtype, device=device, tied=files.geometry.tie_word_embeddings
@@ -142,6 +150,10 @@ def _build_core(
         source = SafetensorsSource(folder, dtype=dtype, device=device)
     with Closing(source) as tensors:
         loaded = model_class(files.geometry.architecture).load(files.geometry, tensors)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        taken = gib_of(torch.cuda.memory_allocated(device))
+        log.info("weights loaded in %.1f s, %s on %s", time.perf_counter() - begin, taken, device)
     identity = weights_identity(folder, config)
     return assemble(
         loaded,
@@ -174,9 +186,12 @@ def assemble(
 
     Args:
         identity: stands for the weights in the signature of every state.
+        dtype, device: where the model is and in what; the configuration's own are for whoever loads one.
         clock: seconds that only grow; the states' times to live are measured by it.
     """
     device = device or torch.device("cpu")
+    _check_options(config, device)
+    given, config = config, config.on(device.type)
     max_model_len = config.max_model_len or geometry.max_positions
     if max_model_len > geometry.max_positions:
         raise DagError(
@@ -184,11 +199,7 @@ def assemble(
             f"max_model_len must be at most the model's {geometry.max_positions}, not {max_model_len}",
             "max_model_len",
         )
-    for group in geometry.groups:
-        if group.kv_kind != "full" or group.sinks:
-            raise DagError(
-                "kv_kind_unsupported", f"layers of kind {group.kv_kind!r} are not supported", "model"
-            )
+    _check_kv_layout(geometry)
     if config.attention_backend != "auto":
         try:
             get_backend(config.attention_backend)
@@ -198,32 +209,51 @@ def assemble(
         position_policies.get(config.position_policy)
     except Exception as error:
         raise as_dag_error(error, "position_policy") from None
-    kv_heads = {(g.num_kv_heads, g.head_dim) for g in geometry.groups}
-    if len(kv_heads) != 1:
-        raise DagError("unsupported", "layers with different KV shapes are not supported", "model")
-    num_pages = config.kv_pages or _pages(geometry, config, dtype, max_model_len)
+    memory = None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        memory = torch.cuda.mem_get_info(device)
+    pages = num_pages(geometry, config, dtype, max_model_len, memory)
     try:
         arena = TorchArena(
             geometry.num_layers,
-            num_pages,
+            pages,
             config.page_size,
             geometry.groups[0].num_kv_heads,
             geometry.groups[0].head_dim,
             dtype,
             device,
         )
-        store = KVStore(num_pages, config.page_size, clock=clock)
+        store = KVStore(pages, config.page_size, clock=clock)
     except (MemoryError, RuntimeError):
-        message = f"the memory does not hold {num_pages} KV pages of {config.page_size} tokens; ask for fewer"
-        raise DagError("capacity", message, "kv_pages" if config.kv_pages else "kv_memory_gib") from None
+        message = f"the memory does not hold {pages} KV pages of {config.page_size} tokens; ask for fewer"
+        asked = [name for name in POOL_SIZES if getattr(given, name) is not None]
+        automatic = "gpu_memory_utilization" if device.type == "cuda" else "kv_memory_gib"
+        raise DagError("capacity", message, asked[0] if asked else automatic) from None
     log.info(
         "model %s, %s on %s, %d KV pages of %d tokens, at most %d positions, %d threads",
-        geometry.architecture, dtype, device, num_pages, config.page_size, max_model_len, torch.get_num_threads(),
+        geometry.architecture, dtype, device, pages, config.page_size, max_model_len, torch.get_num_threads(),
     )  # fmt: skip
     core = EngineCore(
-        replace(config, kv_pages=num_pages, max_model_len=max_model_len),
+        replace(
+            config,
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+            kv_pages=pages,
+            kv_memory_gib=None,
+            gpu_memory_utilization=None,
+            max_model_len=max_model_len,
+        ),
         store,
-        Runner(model, geometry, arena, max_positions=max_model_len, device=device),
+        make_runner(
+            model,
+            geometry,
+            arena,
+            max_positions=max_model_len,
+            device=device,
+            max_num_seqs=config.max_num_seqs,
+            enforce_eager=config.enforce_eager,
+        ),
         geometry,
         adapter or adapter_for(geometry),
         signature(geometry, identity, dtype, max_model_len),
@@ -273,10 +303,22 @@ def _length_dependent(geometry: ModelGeometry) -> bool:
     return any(g.rope is not None and g.rope.kind in ("dynamic", "longrope") for g in geometry.groups)
 
 
-def _pages(geometry: ModelGeometry, config: EngineConfig, dtype: torch.dtype, max_model_len: int) -> int:
-    per_token = sum(2 * g.num_kv_heads * g.head_dim * len(g.layers) for g in geometry.groups) * dtype.itemsize
-    pages = int(config.kv_memory_gib * 2**30) // (per_token * config.page_size)
-    enough = config.max_num_seqs * -(-max_model_len // config.page_size)
-    if pages < 1:
-        raise DagError("invalid_request", "kv_memory_gib is too small for a single page", "kv_memory_gib")
-    return min(pages, enough)
+def _check_options(config: EngineConfig, device: torch.device) -> None:
+    """Refuse what this device cannot do. Raises: DagError naming the option."""
+    if config.batch_invariant:
+        message = "there are no kernels yet that give a request the same bits in any batch; leave it out"
+        raise DagError("unsupported", message, "batch_invariant")
+    if config.gpu_memory_utilization is not None and device.type != "cuda":
+        message = f"the model runs on {device}; size its pool with kv_memory_gib or kv_pages"
+        raise DagError("invalid_request", message, "gpu_memory_utilization")
+
+
+def _check_kv_layout(geometry: ModelGeometry) -> None:
+    """Refuse layers whose KV does not fit pages of one kind and shape. Raises: DagError."""
+    for group in geometry.groups:
+        if group.kv_kind != "full" or group.sinks:
+            raise DagError(
+                "kv_kind_unsupported", f"layers of kind {group.kv_kind!r} are not supported", "model"
+            )
+    if len({(g.num_kv_heads, g.head_dim) for g in geometry.groups}) != 1:
+        raise DagError("unsupported", "layers with different KV shapes are not supported", "model")

@@ -1,8 +1,17 @@
-"""What an engine is told when it is built. Values are resolved here once; nothing reads the environment later."""
+"""What an engine is told when it is built. Values are resolved here once; nothing reads the environment later.
+
+None stands for a default that depends on the device:
+
+                              CPU           CUDA
+    max_num_seqs              64            256
+    max_num_batched_tokens    512           8192
+    the pool                  2 GiB         what `gpu_memory_utilization` (0.9) of the card leaves
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from .errors import DagError, shown
 from .sampling import MAX_SEED
@@ -10,58 +19,99 @@ from .sampling import MAX_SEED
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 LOAD_FORMATS = ("auto", "dummy")
 DEFAULT_KV_MEMORY_GIB = 2.0
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]{0,3}))?")
 MAX_COUNT = 2**31 - 1
+OPTIONAL_COUNTS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "kv_pages",
+    "threads",
+    "max_waiting",
+)
+POOL_SIZES = ("kv_pages", "kv_memory_gib", "gpu_memory_utilization")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Settings of one engine.
 
+    Of `kv_pages`, `kv_memory_gib` and `gpu_memory_utilization` at most one may be given: each decides the pool.
+
     Attributes:
+        device: `cpu`, `cuda`, `cuda:N`, or `auto`: the GPU if there is one and an attention backend runs the model
+            there, otherwise the CPU; the log says why.
         dtype: of weights and KV; `auto` is the checkpoint's on a GPU, and float32 on a CPU.
         max_model_len: tokens a request may see and sample together; None is the model's maximum.
-        max_num_seqs: most sequences in one step.
-        max_num_batched_tokens: most tokens computed in one step; longer prompts are computed in chunks.
+        max_num_seqs: most sequences in one step; None is the device's default.
+        max_num_batched_tokens: most tokens computed in one step; longer prompts are computed in chunks. None is the
+            device's default.
         page_size: tokens per KV page.
-        kv_pages: pages in the pool; None derives them from `kv_memory_gib`.
-        kv_memory_gib: size of the pool when `kv_pages` is None.
+        kv_pages: pages in the pool.
+        kv_memory_gib: size of the pool.
+        gpu_memory_utilization: fraction of the card's memory, in (0, 1], that weights, pool and activations may
+            take together with whatever else is on the card. Only on a GPU.
+        enforce_eager: launch every kernel by itself; never capture and replay CUDA graphs. Nothing to choose on a CPU.
+        batch_invariant: the same bits for a request in any batch; refused where the kernels cannot promise it.
         attention_backend: `auto` or the name of a registered backend.
         position_policy: for requests that name none.
         seed: of dummy weights and of the seeds drawn for requests that name none; None draws from the system.
         load_format: `auto` reads the folder's weights, `dummy` makes seeded random ones of its shape.
+        overlap: launch a step before the results of the one before it are read, so that the host works while the device
+            does; None: on a GPU.
         threads: of torch on the CPU; None leaves torch's choice.
         max_waiting: requests that may wait before `queue_full`; None is unbounded.
         max_failed_steps: failed steps in a row after which the engine declares itself dead.
     """
 
+    device: str = "auto"
     dtype: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     page_size: int = 64
     kv_pages: int | None = None
-    kv_memory_gib: float = DEFAULT_KV_MEMORY_GIB
+    kv_memory_gib: float | None = None
+    gpu_memory_utilization: float | None = None
+    enforce_eager: bool = False
+    batch_invariant: bool = False
     attention_backend: str = "auto"
     position_policy: str = "linear"
     seed: int | None = None
     load_format: str = "auto"
+    overlap: bool | None = None
     threads: int | None = None
     max_waiting: int | None = None
     max_failed_steps: int = 3
 
     def __post_init__(self) -> None:
+        if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
+            rule = f"device must be auto, cpu, cuda or cuda:N, not {shown(self.device)}"
+            raise DagError("invalid_request", rule, "device")
         _choice("dtype", self.dtype, DTYPES)
         _choice("load_format", self.load_format, LOAD_FORMATS)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "max_failed_steps"):
+        for name in ("page_size", "max_failed_steps"):
             _count(name, getattr(self, name))
-        for name in ("max_model_len", "kv_pages", "threads", "max_waiting"):
+        for name in OPTIONAL_COUNTS:
             if getattr(self, name) is not None:
                 _count(name, getattr(self, name))
-        gib = self.kv_memory_gib
-        if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < 1e6:
+        if self.overlap is not None and not isinstance(self.overlap, bool):
             raise DagError(
-                "invalid_request", "kv_memory_gib must be a positive number of GiB", "kv_memory_gib"
+                "invalid_request", f"overlap is true, false or None, not {shown(self.overlap)}", "overlap"
             )
+        _below("kv_memory_gib", self.kv_memory_gib, 1e6, "a positive number of GiB")
+        _below("gpu_memory_utilization", self.gpu_memory_utilization, 1.0, "a number above 0 and at most 1")
+        given = [name for name in POOL_SIZES if getattr(self, name) is not None]
+        if len(given) > 1:
+            rule = f"{given[1]} cannot be given beside {given[0]}: each of them sets the size of the pool"
+            raise DagError("invalid_request", rule, given[1])
+        for name in ("enforce_eager", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                rule = f"{name} must be true or false, not {shown(getattr(self, name))}"
+                raise DagError("invalid_request", rule, name)
         for name in ("attention_backend", "position_policy"):
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -72,6 +122,22 @@ class EngineConfig:
         ):
             message = f"seed must be an integer from {-MAX_SEED - 1} to {MAX_SEED}, not {shown(seed)}"
             raise DagError("invalid_request", message, "seed")
+
+    def on(self, device_type: str) -> EngineConfig:
+        """The same with the defaults of a device, `cpu` or `cuda`, in place of None."""
+        return replace(
+            self,
+            max_num_seqs=self.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device_type],
+            max_num_batched_tokens=self.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device_type],
+        )
+
+
+def _below(name: str, value: object, most: float, rule: str) -> None:
+    """Refuse a number that is not above 0 and at most `most`; None is no number."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise DagError("invalid_request", f"{name} must be {rule}, not {shown(value)}", name)
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -1,6 +1,11 @@
 """The engine's heart: submit, step, abort. Synchronous, single-threaded, no I/O, no clocks but for timing.
 
     submit ─► PARENTS (wait for requests of the same submission) ─► scheduler's queues ─► sealed or discarded
+
+A step is launched before the one before it is collected, where `overlap` says so; otherwise it is collected at once.
+What a request did not want any more by then, a row behind its last token or after its abort, is dropped: its KV was
+written to pages that nobody else got meanwhile.
+
 Every submitted request ends with exactly one FinishedEvent, whatever happens to it. Every path out of a request goes
 through `_finish`, which is where that is held.
 """
@@ -24,16 +29,17 @@ from dagengine_positions import ModelAdapter, ModelGeometry
 from .attention import choose_backend
 from .config import EngineConfig
 from .errors import DagError, as_dag_error
+from .pipeline import Launch, Pipeline
 from .prepare import Preparer, ResolvedRef
 from .request import ContextRef, Event, FinishedEvent, Keep, Request, check_parent, check_request
 from .runner import Chunk, Runner
 from .running import RunningRequest
-from .sampler import NonFiniteLogits, Sampled, sample
+from .sampler import NonFiniteLogits, Sampled, Sampler
 from .scheduler import Scheduler, work_ids
 from .sequence import Sequence
 from .stats import EngineStats
 from .tokenizer import Tokenizer
-from .work import Restore, Work
+from .work import Phase, Restore, Work
 
 log = logging.getLogger("dagengine")
 
@@ -69,7 +75,12 @@ class EngineCore:
         self.default_backend = self.attention.name
         self._runner, self._observer = runner, observer
         self._eos = frozenset(eos_token_ids)
-        self._vocab = min(geometry.vocab_size, tokenizer.vocab_size) if tokenizer else geometry.vocab_size
+        vocab_size = min(geometry.vocab_size, tokenizer.vocab_size) if tokenizer else geometry.vocab_size
+        self._sampler = Sampler(runner.device, vocab_size)
+        self._pipeline = Pipeline(
+            store, runner, self._sampler, self._backend, keep_logits=observer is not None
+        )
+        self.overlap = runner.device.type == "cuda" if config.overlap is None else config.overlap
         self.preparer = Preparer(store, geometry, adapter, signature, max_model_len=max_model_len)
         self._work_ids = work_ids()
         self._scheduler = Scheduler(
@@ -245,12 +256,12 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished."""
-        return bool(self._requests)
+        """Whether a request is unfinished, or a step not collected."""
+        return bool(self._requests) or self._pipeline.num_in_flight > 0
 
     @property
     def progressed(self) -> bool:
-        """Whether the last step computed something."""
+        """Whether the last step launched or collected something."""
         return self._progressed
 
     @property
@@ -283,74 +294,102 @@ class EngineCore:
         return events
 
     def abort_all(self, error: DagError) -> None:
-        """End every request."""
+        """End every request, and wait for the steps in flight."""
         for request_id in list(self._requests):
             self.abort(request_id, error)
+        while self._pipeline.num_in_flight:
+            self._collect()
 
     def step(self) -> list[Event]:
-        """Run one batch and return what happened since the last call. Errors of a batch end its requests only."""
+        """Launch one batch, collect the one before it (without `overlap` this one too), and return what happened since
+        the last call. Errors of a batch end its requests only.
+        """
         self.store.expire()
-        chunks = self._scheduler.schedule()
-        self._progressed = bool(chunks)
+        in_flight = self._pipeline.num_in_flight
+        chunks = self._scheduler.schedule(in_flight=in_flight > 0)
+        if chunks is None:
+            self._collect()
+            self._seal_complete()
+            chunks = self._scheduler.schedule()
+        assert chunks is not None
+        self._progressed = bool(chunks or in_flight)
         if chunks:
-            self._stats.step(len(chunks), sum(chunk.count for chunk in chunks))
-            fence = self.store.begin_step()
-            failed: list[tuple[list[Chunk], Exception]] = []
-            sampled: list[tuple[Sequence, Sampled | NonFiniteLogits]] = []
-            for backend, group in _by_backend(chunks).items():
-                try:
-                    sampled += self._execute(group, self._backend(backend))
-                except Exception as error:
-                    log.exception("a step failed; its requests end")
-                    failed.append((group, error))
-            self.store.end_step(fence)
-            for group, error in failed:
-                self._fail_chunks(group, error)
-            self._commit([c for c in chunks if not any(c in group for group, _ in failed)], sampled)
-            self._stats.failed_steps = self._stats.failed_steps + 1 if failed else 0
-        for sequence in [w for w in self._scheduler.running if isinstance(w, Sequence) and not w.remaining]:
-            if not sequence.wants_logits and sequence.request.id in self._requests:
-                self._seal(sequence)
+            self._launch(chunks)
+        if self._pipeline.num_in_flight > (1 if chunks and self.overlap else 0):
+            self._collect()
+        self._seal_complete()
         if len(self.preparer.graph) > 2 * len(self._requests) + 1024 and self._stats.steps % 256 == 0:
             self.preparer.forget_dropped()
         return self.take_events()
 
-    def _execute(
-        self, chunks: list[Chunk], backend: AttentionBackend
-    ) -> list[tuple[Sequence, Sampled | NonFiniteLogits]]:
-        """Forward one batch and sample; nothing of the requests changes here."""
-        batch = self._runner.build_input(chunks)
-        logits = self._runner.forward(batch, backend)
-        sequences = [chunk.work for chunk in chunks if isinstance(chunk.work, Sequence) and chunk.samples]
-        if not sequences:
-            return []
-        if self._vocab < logits.shape[1]:
-            logits[:, self._vocab :] = -torch.inf
-        if self._observer is not None:
-            for row, sequence in enumerate(sequences):
-                self._observer(sequence.request.id, sequence.index, len(sequence.tokens) - 1, logits[row])
-        with torch.inference_mode():
-            results = sample(logits, [sequence.sampling_row() for sequence in sequences])
-        return list(zip(sequences, results, strict=True))
+    def _launch(self, chunks: list[Chunk]) -> None:
+        self._stats.step(len(chunks), sum(chunk.count for chunk in chunks))
+        flight = self._pipeline.launch(chunks)
+        self._stats.failed_steps += flight.failed
+        for launch in flight.launches:
+            if launch.error is not None:
+                self._fail_chunks(launch.chunks, launch.error)
 
-    def _commit(self, chunks: list[Chunk], sampled: list[tuple[Sequence, Sampled | NonFiniteLogits]]) -> None:
+    def _collect(self) -> None:
+        """Take the results of the oldest step in flight over into its requests.
+
+        If it failed, the one behind it may have read what it did not write: that one is collected too, before anything
+        else is launched.
+        """
+        failures = self._stats.failed_steps
+        flight, failed = self._pipeline.collect()
+        for launch in failed:
+            assert launch.error is not None
+            self._fail_chunks(launch.chunks, launch.error)
+        done = [launch for launch in flight.launches if launch.error is None]
+        for launch in done:
+            self._commit(launch.chunks)
+        for launch in done:
+            self._take_results(launch)
+        if failed:
+            while self._pipeline.num_in_flight:
+                self._collect()
+            self._stats.failed_steps = failures + 1
+        elif not flight.failed:
+            self._stats.failed_steps = 0
+
+    def _commit(self, chunks: list[Chunk]) -> None:
+        """KV of a step is there: of work that still runs, not of what ended while the step was in flight."""
         for chunk in chunks:
-            chunk.work.writer.commit(chunk.count)
-            chunk.work.computed += chunk.count
-            if isinstance(chunk.work, Restore):
+            work = chunk.work
+            if work.phase is not Phase.RUNNING:
+                continue
+            work.writer.commit(chunk.count)
+            if isinstance(work, Restore):
                 self._stats.restored_tokens += chunk.count
-                if not chunk.work.remaining:
-                    self._scheduler.finish_restore(chunk.work)
-        for work, result in sampled:
+                if work.committed:
+                    self._scheduler.finish_restore(work)
+
+    def _take_results(self, launch: Launch) -> None:
+        for row, (sequence, result) in enumerate(zip(launch.sequences, launch.results, strict=True)):
+            sequence.pending -= 1
+            if sequence.phase is not Phase.RUNNING or sequence.finish_reason is not None:
+                continue
+            if self._observer is not None and launch.logits is not None:
+                offset = len(sequence.tokens) - 1
+                self._observer(sequence.request.id, sequence.index, offset, launch.logits[row])
             if isinstance(result, NonFiniteLogits):
                 self._stats.non_finite += 1
-                self._fail_sequence(work, DagError("internal", "the model produced no finite logits"))
-            elif work.request.id in self._requests:
-                self._append(work, result)
+                self._fail_sequence(sequence, DagError("internal", "the model produced no finite logits"))
+            else:
+                self._append(sequence, result)
+
+    def _seal_complete(self) -> None:
+        """Seal, or end, what is computed and samples nothing more."""
+        for work in list(self._scheduler.running):
+            if isinstance(work, Sequence) and work.phase is Phase.RUNNING and work.complete:
+                self._seal(work)
 
     def _append(self, sequence: Sequence, result: Sampled) -> None:
         self._stats.generated_tokens += 1
         sequence.accept(result)
+        if sequence.writer.num_known < sequence.writer.num_tokens:
+            sequence.writer.fill([result.token_id])
         event = sequence.take_event()
         if event is not None:
             self._events.append(event)
@@ -456,6 +495,8 @@ class EngineCore:
 
     def _fail_chunks(self, chunks: list[Chunk], error: Exception) -> None:
         for chunk in chunks:
+            if chunk.work.phase is not Phase.RUNNING:
+                continue
             if isinstance(chunk.work, Restore):
                 self._scheduler.fail_restore(chunk.work, as_dag_error(error))
             elif isinstance(chunk.work, Sequence):
@@ -465,6 +506,7 @@ class EngineCore:
     def _forget(self, work: Work) -> None:
         for backend in self._backends.values():
             backend.forget(work.id)
+        self._sampler.forget(work.id)
 
     def _backend(self, name: str) -> AttentionBackend:
         if name not in self._backends:
@@ -488,10 +530,3 @@ def _parent_failed(parent_id: str, error: DagError) -> DagError:
         return error
     reason = f"{parent_id!r}, which it reads, ended with {error.code}: {error.message}"
     return DagError("parent_failed", reason)
-
-
-def _by_backend(chunks: list[Chunk]) -> dict[str, list[Chunk]]:
-    groups: dict[str, list[Chunk]] = {}
-    for chunk in chunks:
-        groups.setdefault(chunk.work.backend, []).append(chunk)
-    return groups

@@ -32,14 +32,15 @@ class SamplingParams:
             sees or has sampled (Keskar et al., CTRL, section 4.1).
         presence_penalty, frequency_penalty: in [-2, 2]; subtracted once, and per occurrence, for tokens
             that the request has sampled.
-        seed: of the request's own generator; None draws one, which the result reports.
+        seed: decides, with the number of tokens sampled before, each draw: what else is in the batch never does. None
+            draws a seed, which the result reports.
         stop: strings that end the output and are not part of it.
         stop_token_ids: further ids that end the output like the model's end-of-sequence ids.
         ignore_eos: the model's own end-of-sequence ids do not end the output.
         logprobs: None, or how many alternatives to report beside each sampled token (0 to 20), from the
             model's distribution before penalties and temperature.
         logit_bias: token id to a number in [-100, 100] that is added to its logit.
-        n: how many independent answers; answer i draws from a generator of its own.
+        n: how many independent answers; answer i draws from a stream of its own that the seed decides.
     """
 
     max_tokens: int | None = None

@@ -5,47 +5,39 @@ from work that comes after it, so the first in order always progresses.
 
     waiting ──lease, match, reserve──► running ──preempted──► waiting
        └── evicted context: restored one node at a time, for the first in the queue only; what it reads stays leased
+
+A step may be in flight while the next one is chosen. Then nobody loses pages: whoever would have to is left alone,
+and `schedule` asks for that step to be collected first. So a preempted sequence has no token pending and no row in
+flight, and its pages are free at once.
+
+Who gets how much of a step's tokens: sequences that decode, one each; then those that compute their input, in order.
+One that has more than `LONG_STEPS` whole steps of that to do leaves a quarter of what it found to those behind it, if
+there are any, and takes what they leave. So behind m long inputs a request that may run gets 4^-m of what is not
+decoded, rounded down, however long they are; and it waits for each of them for no more than `LONG_STEPS` whole steps.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 
-from dagengine_kvstore import KVStore, Lease, NodeRecord, NotResident, OutOfPages, Read, RestoreWriter
+from dagengine_kvstore import KVStore, NotResident, OutOfPages, RestoreWriter
 
 from .config import EngineConfig
 from .errors import DagError
 from .prepare import context_extents
+from .restoring import Restoring
 from .runner import Chunk
 from .sequence import Sequence
 from .work import Phase, Restore, Work
 
-MOST_RESTORES = 2
+LONG_STEPS = 4
 
 
-@dataclass
-class _Restoring:
-    """The evicted context of `owner` being brought back.
-
-    Attributes:
-        stack: nodes still to be computed, each needed by the one below it. Their writers hold what they read: of what
-            a sealed node digested nothing else may.
-        leases: what must stay resident meanwhile, by (node, start, stop).
-        job: the restore that runs now.
-        times: how often each node was brought back.
-    """
-
-    owner: Sequence
-    stack: list[RestoreWriter] = field(default_factory=list)
-    leases: dict[tuple[int, int, int], Lease] = field(default_factory=dict)
-    job: Restore | None = None
-    times: Counter[int] = field(default_factory=Counter)
+class _Unsettled(Exception):
+    """Somebody has to lose pages, and a step is in flight."""
 
 
 class Scheduler:
@@ -71,8 +63,9 @@ class Scheduler:
         self.running: list[Work] = []
         self.num_preemptions = 0
         self.num_restores = 0
-        self._restoring: _Restoring | None = None
+        self._restoring: Restoring | None = None
         self._chunks: dict[int, tuple[Work, int]] = {}
+        self._in_flight = False
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda s: s.order)
@@ -89,15 +82,33 @@ class Scheduler:
         self._let_go(sequence)
         sequence.phase = Phase.DONE
 
-    def schedule(self) -> list[Chunk]:
-        """Choose and reserve the next step's work. Returns chunks with their slots; none if nothing can run."""
-        self._chunks = {}
+    def schedule(self, *, in_flight: bool = False) -> list[Chunk] | None:
+        """Choose and reserve the next step's work.
+
+        Args:
+            in_flight: whether a launched step was not collected yet.
+
+        Returns: chunks with their slots, none if nothing can run; None if that needs pages which are only to be had
+        once the step in flight is collected.
+        """
+        self._in_flight, self._chunks = in_flight, {}
+        try:
+            self._choose()
+        except _Unsettled:
+            self._chunks = {}
+            return None
+        chosen, self._chunks = self._chunks, {}
+        return [_chunk(work, size) for work, size in chosen.values()]
+
+    def _choose(self) -> None:
         budget = self._config.max_num_batched_tokens
         preempted = self.num_preemptions
-        for work in sorted(self.running, key=lambda w: (w.remaining > 1, w.order)):
-            if work not in self.running or not work.remaining or not budget:
+        left = [(work, work.remaining) for work in self.running]
+        decoding = [work for work, remaining in left if remaining == 1]
+        for work in chain(decoding, [work for work, remaining in left if remaining > 1]):
+            if work.phase is not Phase.RUNNING or not budget:
                 continue
-            size = min(work.remaining, budget)
+            size = self._share(work, budget)
             if self._reserve(work, size):
                 self._chunks[work.id] = (work, size)
                 budget -= size
@@ -106,23 +117,34 @@ class Scheduler:
             if admitted is None:
                 break
             budget -= admitted
-        chosen, self._chunks = self._chunks, {}
-        return [
-            Chunk(work, size, tuple(work.writer.append(work.tokens[work.computed : work.computed + size])))
-            for work, size in chosen.values()
-        ]
+        self._spend(budget)
+
+    def _share(self, work: Work, budget: int) -> int:
+        """How many of the `budget` tokens that are left this work gets, while others may follow."""
+        remaining = work.remaining
+        if remaining <= LONG_STEPS * self._config.max_num_batched_tokens:
+            return min(remaining, budget)
+        followed = self.waiting or any(w.order > work.order and w.remaining > 1 for w in self.running)
+        return budget - budget // 4 if followed else budget
+
+    def _spend(self, budget: int) -> None:
+        """Give what those behind a long input could not use back to it."""
+        for work, size in list(self._chunks.values()):
+            more = min(budget, work.remaining - size)
+            if not more:
+                continue
+            try:
+                work.writer.reserve(size + more)
+            except OutOfPages:
+                continue
+            self._chunks[work.id] = (work, size + more)
+            budget -= more
 
     def finish_restore(self, work: Restore) -> None:
         """A restore computed its last token: its node is resident again, and stays so for its owner."""
         assert self._restoring is not None and self._restoring.job is work
-        state = self._restoring
-        assert state.stack[-1] is work.writer
-        state.times[state.stack.pop().finish().uid] += 1
-        state.job = None
-        self._release_unneeded(state)
-        self._hold(state, state.stack[-1].node.reads if state.stack else state.owner.reads)
+        self._restoring.finish_job()
         self._retire(work)
-        state.owner.restored += len(work.tokens) - work.found
         self.num_restores += 1
 
     def fail_restore(self, work: Restore, error: DagError) -> None:
@@ -147,7 +169,6 @@ class Scheduler:
             self._restore_for(sequence)
             return None
         sequence.lease = lease
-        sequence.context = context_extents(sequence.reads, lease)
         tokens = sequence.tokens
         if sequence.wants_logits:
             matched = sequence.writer.match(tokens[:-1], whole=False)  # type: ignore[union-attr]
@@ -158,6 +179,7 @@ class Scheduler:
             self._end_restoring()
         if not self._reserve_waiting(sequence):
             return None
+        sequence.context = context_extents(sequence.reads, lease)
         if sequence.matched is None:
             sequence.matched = min(matched, sequence.num_input)
         self.waiting.remove(sequence)
@@ -165,7 +187,7 @@ class Scheduler:
         insort(self.running, sequence, key=lambda w: w.order)
         if sequence.prepared is None:
             sequence.prepared = time.perf_counter()
-        size = min(sequence.remaining, budget)
+        size = self._share(sequence, budget)
         if size:
             self._chunks[sequence.id] = (sequence, size)
         return size
@@ -175,8 +197,11 @@ class Scheduler:
             sequence.writer.reserve(sequence.remaining)
         except OutOfPages:
             sequence.writer.rollback()  # type: ignore[union-attr]
-            sequence.computed = 0
+            sequence.restart()
             self._let_go(sequence)
+            if self._in_flight and self.running and self._restoring is None:
+                return False  # what the steps in flight hold comes back by itself
+            self._settle()
             if self._restoring is not None:
                 self._end_restoring()
             elif not self.running:
@@ -190,6 +215,7 @@ class Scheduler:
             try:
                 work.writer.reserve(size)
             except OutOfPages:
+                self._settle()
                 victims = [w for w in self.running if w.order > work.order or w is work]
                 victim = victims[-1] if victims else work
                 if victim is work and len(self.running) == 1 and self._restoring is None:
@@ -205,6 +231,11 @@ class Scheduler:
             else:
                 return True
 
+    def _settle(self) -> None:
+        """From here on pages change hands, which has to wait for a step in flight. Raises _Unsettled."""
+        if self._in_flight:
+            raise _Unsettled
+
     def _preempt(self, work: Work) -> None:
         """Take the pages of running work; what it sampled stays, its KV is computed again."""
         self._chunks.pop(work.id, None)
@@ -215,75 +246,42 @@ class Scheduler:
         self.num_preemptions += 1
         self.running.remove(work)
         work.writer.rollback()  # type: ignore[union-attr]
-        work.computed = 0
+        work.restart()
         work.phase = Phase.WAITING
         self._let_go(work)
         self.add(work)
 
     def _restore_for(self, owner: Sequence) -> None:
-        """Bring evicted context back, one node at a time, deepest first."""
+        """Bring evicted context back, as far as it goes now."""
         if self._restoring is not None and self._restoring.owner is not owner:
             self._end_restoring()
         if self._restoring is None:
-            self._restoring = _Restoring(owner)
+            self._restoring = Restoring(self._store, owner)
         state = self._restoring
         if state.job is not None:
             return
-        while True:
-            if not state.stack:
-                missing = self._hold(state, owner.reads)
-                if not missing:
-                    return
-                state.stack.append(self._store.restore(missing[0]))
-            writer = state.stack[-1]
-            missing = self._hold(state, writer.node.reads)
-            if missing:
-                state.stack.append(self._store.restore(missing[0]))
-                continue
+        while (writer := state.next()) is not None:
             if self._start_restore(state, writer) or self._restoring is not state:
                 return
 
-    def _hold(self, state: _Restoring, reads: SequenceOf[Read]) -> list[NodeRecord]:
-        """Lease what is resident of `reads` until the owner runs; return the nodes that are not."""
-        missing: list[NodeRecord] = []
-        for read in reads:
-            if _key(read) in state.leases:
-                continue
-            try:
-                state.leases[_key(read)] = self._store.lease([read])
-            except NotResident as error:
-                missing += error.nodes
-        return missing
-
-    def _start_restore(self, state: _Restoring, writer: RestoreWriter) -> bool:
-        node = writer.node
-        lease = self._store.lease(node.reads)
-        if not writer.num_tokens:
-            writer.match(writer.todo, whole=writer.target == node.length)
-        job = Restore(
-            id=next(self._work_ids),
-            order=state.owner.order,
-            backend=state.owner.backend,
-            own_start=node.own_start,
-            tokens=list(node.tokens[: writer.target]),
-            computed=writer.num_tokens,
-            found=writer.num_tokens,
-            writer=writer,
-            lease=lease,
-            context=context_extents(node.reads, lease),
-            phase=Phase.RUNNING,
-        )
+    def _start_restore(self, state: Restoring, writer: RestoreWriter) -> bool:
+        """Whether it runs now. If not it is complete already, or there are no pages and restoring has ended."""
+        job = state.make_job(writer, next(self._work_ids))
+        assert job.lease is not None
         while True:
             try:
                 writer.reserve(job.remaining)
             except OutOfPages:
+                if self._in_flight:
+                    job.lease.release()
+                    raise _Unsettled from None
                 later = [w for w in self.running if w.order > job.order]
                 if later:
                     self._preempt(later[-1])
                     continue
-                if not self.running and self._spare(state, node):
+                if not self.running and state.spare(writer.node):
                     continue
-                lease.release()
+                job.lease.release()
                 owner = state.owner
                 self._end_restoring()
                 if not self.running:
@@ -297,29 +295,6 @@ class Scheduler:
             return False
         return True
 
-    def _spare(self, state: _Restoring, node: NodeRecord) -> bool:
-        """Let go of what is only kept for later, since restoring `node` needs the pages; it is brought back then.
-
-        Otherwise a request could run or not depending on what happened to be resident. Returns whether there was any;
-        what was brought back too often is kept, so that this comes to an end.
-        """
-        needed = {_key(read) for read in node.reads}
-        spared = [key for key in state.leases if key not in needed and state.times[key[0]] < MOST_RESTORES]
-        for key in spared:
-            state.leases.pop(key).release()
-        waiting = [writer for writer in state.stack if writer.node is not node and writer.num_tokens]
-        for writer in waiting:
-            writer.rollback()
-        return bool(spared or waiting)
-
-    def _release_unneeded(self, state: _Restoring) -> None:
-        """Let go of what only nodes already restored had to read; nothing may hold that any more."""
-        needed = {_key(read) for read in state.owner.reads}
-        for writer in state.stack:
-            needed |= {_key(read) for read in writer.node.reads}
-        for key in state.leases.keys() - needed:
-            state.leases.pop(key).release()
-
     def _end_restoring(self) -> None:
         state, self._restoring = self._restoring, None
         if state is None:
@@ -327,10 +302,7 @@ class Scheduler:
         if state.job is not None:
             self._chunks.pop(state.job.id, None)
             self._retire(state.job)
-        for writer in reversed(state.stack):
-            writer.abort()
-        for lease in state.leases.values():
-            lease.release()
+        state.end()
 
     def _retire(self, work: Work) -> None:
         self.running.remove(work)
@@ -344,8 +316,18 @@ class Scheduler:
         self._forget(work)
 
 
-def _key(read: Read) -> tuple[int, int, int]:
-    return read.node.uid, read.start, read.stop
+def _chunk(work: Work, size: int) -> Chunk:
+    """The next `size` tokens with their slots; the last one may be pending."""
+    known = work.tokens[work.computed : work.computed + size]
+    unknown = size - len(known)
+    assert unknown <= 1, "at most the token that the step in flight samples is unknown"
+    return Chunk(
+        work,
+        size,
+        tuple(work.writer.append(known, unknown)),
+        samples=work.wants_logits and work.computed + size == work.num_tokens,
+        pending=work.pending_row if unknown else None,
+    )
 
 
 def _never_fits(sequence: Sequence) -> DagError:

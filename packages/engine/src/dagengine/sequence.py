@@ -9,19 +9,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from dagengine_kvstore import Read
 
 from .detokenizer import IncrementalDetokenizer
 from .prepare import Prepared
 from .request import Choice, DagInfo, Request, Timing, TokenEvent, TokenLogprob
+from .rng import GAMMA
 from .sampler import Sampled, SamplingRow
 from .sampling import SamplingParams
 from .tokenizer import Tokenizer
 from .work import Phase, Work
 
-SEED_STRIDE = 0x9E3779B97F4A7C15
+SEED_STRIDE = GAMMA
 """Answers of one request draw from seeds this far apart (2^64 over the golden ratio, rounded to odd)."""
 
 
@@ -43,7 +42,6 @@ class Sequence(Work):
     keep: bool = False
     sampling: SamplingParams | None = None
     seed: int | None = None
-    generator: torch.Generator | None = None
     detokenizer: IncrementalDetokenizer | None = None
     eos: frozenset[int] = frozenset()
     after: Sequence | None = None
@@ -58,6 +56,10 @@ class Sequence(Work):
     prepare_began: float | None = None
     prepared: float | None = None
     first_token: float | None = None
+    num_input: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_input = len(self.request.input_ids)
 
     def begin_sampling(
         self,
@@ -66,19 +68,13 @@ class Sequence(Work):
         draw_seed: Callable[[], int],
         tokenizer: Tokenizer | None,
     ) -> None:
-        """Set up what sampling needs: a generator of this answer's own, terminating ids, incremental text."""
+        """Set up what sampling needs: a seed of this answer's own, terminating ids, incremental text."""
         self.sampling = params
         self.eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         if params.temperature > 0:
             self.seed = params.seed if params.seed is not None else draw_seed()
-            mixed = (self.seed + self.index * SEED_STRIDE) % 2**63
-            self.generator = torch.Generator(device="cpu").manual_seed(mixed)
         if tokenizer is not None:
             self.detokenizer = IncrementalDetokenizer(tokenizer.decode, params.stop)
-
-    @property
-    def num_input(self) -> int:
-        return len(self.request.input_ids)
 
     @property
     def sampled(self) -> list[int]:
@@ -86,29 +82,59 @@ class Sequence(Work):
 
     @property
     def wants_logits(self) -> bool:
-        return self.sampling is not None and self.finish_reason is None
+        """Whether a token is sampled once everything so far is computed: not past the limit, which is known ahead."""
+        if self.sampling is None or self.finish_reason is not None:
+            return False
+        return len(self.tokens) - self.num_input + self.pending < self.max_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Own tokens so far, pending ones included; what is sampled behind the end does not count."""
+        return len(self.tokens) + (self.pending if self.finish_reason is None else 0)
+
+    @property
+    def remaining(self) -> int:
+        """As of any work; the last token that may be sampled needs KV only in a node that is kept."""
+        pending = self.pending
+        if not pending or self.finish_reason is not None:
+            return len(self.tokens) - self.computed
+        if not self.keep and not self.wants_logits:
+            return 0
+        return len(self.tokens) + pending - self.computed
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to sample, and everything is computed by steps that ended."""
+        return not self.wants_logits and self.committed
 
     @property
     def prefilled(self) -> bool:
-        return self.computed >= self.num_input or self.phase is Phase.DONE
+        """Whether others may share the pages of the input: the steps that computed it have ended."""
+        return self.writer.num_committed >= self.num_input or self.phase is Phase.DONE
 
     @property
     def num_sampled(self) -> int:
+        """Sampled tokens that are known."""
         return len(self.tokens) - self.num_input
 
     def sampling_row(self) -> SamplingRow:
         """What the sampler must know to choose this answer's next token."""
-        assert self.sampling is not None
+        params = self.sampling
+        assert params is not None
+        step = self.num_sampled + self.pending
+        penalties = (params.repetition_penalty - 1.0, params.presence_penalty, params.frequency_penalty)
         return SamplingRow(
-            params=self.sampling,
-            generator=self.generator,
+            params=params,
+            seed=None if self.seed is None else self.seed + self.index * SEED_STRIDE,
+            key=self.id,
+            step=step,
             seen=self.seen,
-            sampled=self.sampled,
-            banned=self.eos if self.num_sampled < self.sampling.min_tokens else frozenset(),
+            sampled=self.sampled if any(penalties) else (),
+            banned=self.eos if step < params.min_tokens else frozenset(),
         )
 
     def accept(self, result: Sampled) -> None:
-        """One sampled token: record it, and decide whether it ends the answer."""
+        """One sampled token, which was pending until now: record it, and decide whether it ends the answer."""
         assert self.sampling is not None and self.finish_reason is None
         if self.first_token is None:
             self.first_token = time.perf_counter()

@@ -3,12 +3,16 @@
 The index, where there is one, is the authority: it says which file holds which tensor, and a tensor that is missing,
 that appears in a file which the index does not give it to, or that nothing asks for is an error with its name.
 Without an index the one `model.safetensors` is read. Nothing is globbed, unpickled or executed.
+
+Files are mapped, not read into memory. On the way to a GPU every tensor goes through two small pinned buffers in turns:
+one is filled while the other is copied, and what arrives is the tensor's last place. So the host never holds more
+than the buffers, and the GPU never more than the weights and one tensor that is being put together.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -21,6 +25,8 @@ from .errors import DagError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
+STAGING_BYTES = 32 << 20
+STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -28,6 +34,10 @@ class WeightSource(Protocol):
     """Where a model takes its tensors from; every tensor is taken exactly once."""
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+
+    def take_fused(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """Tensors below each other, in one that is allocated once: their first axes add up, the others are equal."""
+        ...
 
     def has(self, name: str) -> bool: ...
 
@@ -47,6 +57,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
+        self._staging = Staging(device) if device.type == "cuda" else None
         self._taken: set[str] = set()
         self._files: dict[str, safe_open] = {}
         self._where = self._locate(folder)
@@ -88,6 +99,32 @@ class SafetensorsSource:
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor `name`, which must have `shape`; asking twice for one is a fault of the caller."""
+        found = self._find(name, shape)
+        if self._staging is None:
+            return found.to(self._device, self._dtype)
+        return self._place(found, torch.empty(shape, dtype=self._dtype, device=self._device))
+
+    def take_fused(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """The tensors below each other; each must have its shape."""
+        if len(names) == 1:
+            return self.take(names[0], shapes[0])
+        fused = torch.empty(fused_shape(shapes), dtype=self._dtype, device=self._device)
+        begin = 0
+        for name, shape in zip(names, shapes, strict=True):
+            self._place(self._find(name, shape), fused[begin : begin + shape[0]])
+            begin += shape[0]
+        return fused
+
+    def _place(self, found: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor of a file to its place, which is contiguous; returns the place."""
+        if self._staging is None:
+            return out.copy_(found)
+        with torch.cuda.device(self._device):
+            self._staging.copy(found, out)
+        return out
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor as it lies in its file."""
         assert name not in self._taken, f"{name} was already taken"
         if name not in self._where:
             raise _invalid(f"the weights lack {name!r}, which the model needs", name)
@@ -97,7 +134,7 @@ class SafetensorsSource:
         if tensor.dtype not in DTYPES:
             raise _invalid(f"{name!r} has dtype {tensor.dtype}; quantised weights are not supported", name)
         self._taken.add(name)
-        return tensor.to(self._device, self._dtype)
+        return tensor
 
     def finish(self) -> None:
         """Every tensor of the folder must have been taken, apart from those that models compute themselves."""
@@ -106,14 +143,71 @@ class SafetensorsSource:
             raise _invalid(
                 f"{len(left)} tensors belong to no part of the model, the first is {left[0]!r}", left[0]
             )
+        if self._staging is not None:
+            self._staging.finish()
         self._files.clear()
 
 
+def stored_dtype(folder: Path) -> str | None:
+    """The dtype of the first tensor of a folder's weights, or None where it is none that is supported.
+
+    Raises:
+        DagError: `invalid_weights`.
+    """
+    source = SafetensorsSource(folder, dtype=torch.float32, device=torch.device("cpu"))
+    name, file = next(iter(source._where.items()))
+    return STORED.get(source._files[file].get_slice(name).get_dtype())
+
+
+class Staging:
+    """Two pinned buffers between the host's memory and a GPU, filled and copied in turns on the current stream."""
+
+    def __init__(self, device: torch.device, num_bytes: int = STAGING_BYTES) -> None:
+        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._events = [torch.cuda.Event() for _ in range(2)]
+        self._device, self._turn = device, 0
+
+    def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy `source`, on the host, to the contiguous `out` on the device, which has its shape but maybe not its
+        dtype. The device is the current one; what is still in flight on return is in the order of its stream."""
+        flat, target = source.reshape(-1), out.view(-1)
+        step = self._buffers[0].numel() // source.element_size()
+        for begin in range(0, flat.numel(), step):
+            part = flat[begin : begin + step]
+            buffer, event = self._buffers[self._turn], self._events[self._turn]
+            event.synchronize()
+            staged = buffer[: part.numel() * part.element_size()].view(part.dtype).copy_(part)
+            place = target[begin : begin + step]
+            if staged.dtype == place.dtype:
+                place.copy_(staged, non_blocking=True)
+            else:
+                place.copy_(staged.to(self._device, non_blocking=True))
+            event.record()
+            self._turn = 1 - self._turn
+
+    def finish(self) -> None:
+        """Wait for what is in flight, and let go of the buffers."""
+        for event in self._events:
+            event.synchronize()
+        self._buffers.clear()
+
+
+def fused_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of tensors below each other."""
+    assert len({shape[1:] for shape in shapes}) == 1, f"{shapes} do not fit below each other"
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
 class DummySource:
-    """Seeded random tensors of the right shapes, for speed runs of a model whose weights are not at hand."""
+    """Seeded random tensors of the right shapes, for speed runs of a model whose weights are not at hand.
+
+    They are drawn where they are used, so that billions take seconds on a GPU. A seed gives the same bits on every
+    device of a type (`cpu`, `cuda`), and others on the other type; on a GPU each dtype has its own, on a CPU all are
+    roundings of the same numbers.
+    """
 
     def __init__(self, seed: int, *, dtype: torch.dtype, device: torch.device, tied: bool) -> None:
-        self._generator = torch.Generator(device="cpu").manual_seed(seed)
+        self._generator = torch.Generator(device=device).manual_seed(seed)
         self._dtype, self._device, self._tied = dtype, device, tied
 
     def has(self, name: str) -> bool:
@@ -122,8 +216,22 @@ class DummySource:
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1 and "norm" in name:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
-        values = torch.empty(shape, dtype=torch.float32).normal_(0.0, 0.02, generator=self._generator)
-        return values.to(self._device, self._dtype)
+        return self._draw(torch.empty(shape, dtype=self._dtype, device=self._device))
+
+    def take_fused(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """The tensors below each other; the same bits as taken one by one."""
+        fused = torch.empty(fused_shape(shapes), dtype=self._dtype, device=self._device)
+        begin = 0
+        for shape in shapes:
+            self._draw(fused[begin : begin + shape[0]])
+            begin += shape[0]
+        return fused
+
+    def _draw(self, out: torch.Tensor) -> torch.Tensor:
+        """Fill a tensor. In float32 and rounded on a CPU, so that a seed gives the same model in any dtype there."""
+        if out.device.type != "cpu" or out.dtype == torch.float32:
+            return out.normal_(0.0, 0.02, generator=self._generator)
+        return out.copy_(torch.empty(out.shape).normal_(0.0, 0.02, generator=self._generator))
 
     def finish(self) -> None:
         """Nothing is left over: tensors are made when asked for."""

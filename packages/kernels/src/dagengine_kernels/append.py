@@ -1,6 +1,7 @@
 """Writing new tokens into pages. Knows slots and positions; not who owns a page.
 
     slot = page * page_size + row          K goes to kv_layer[page, 0, :, row], V to kv_layer[page, 1, :, row]
+    slot < 0                               nowhere: the row pads a batch
 
 K is normed (where a model norms its heads) and rotated in float32 at its stored position by tables built in
 float64, rounded once to the pages' dtype and never rewritten. V is stored as it comes.
@@ -48,7 +49,8 @@ class AppendPlan:
     """Where one step's tokens go, for every layer of a group; made by `plan_append`.
 
     Attributes:
-        positions, slots: int64 [T].
+        positions, slots: int64 [T]. On a CUDA device they may be buffers that are overwritten between replays of a
+            captured graph; a plan that is captured is made in the capture, since torch's path keeps what it derives.
         rotary: None for layers without positions.
         page_size: tokens per page.
     """
@@ -75,17 +77,18 @@ class AppendPlan:
         q: Tensor | None = None,
         q_norm: HeadNorm | None = None,
     ) -> Tensor | None:
-        """Norm and rotate k and write k and v into the pages, in place; norm q on the way.
+        """Norm and rotate k and write k and v into the pages, in place; norm q on the way, or make it contiguous.
 
         The kernel takes float32, bfloat16 and float16 in one dtype with the pages and heads of up to 512 contiguous
-        elements (interleaved pairs of even alignment); torch writes anything else.
+        elements (interleaved pairs of even alignment); torch writes anything else. Rows whose slot is negative are not
+        written; their q is normed like any other.
 
         Args:
             k, v: [T, Hkv, D].
             kv_layer: [pages, 2, Hkv, page_size, D].
             k_norm: applied to k before its rotation.
-            q, q_norm: [T, Hq, D] and its norm, together or not at all. q is not rotated.
-        Returns: the normed q in its dtype, None without one.
+            q: [T, Hq, D], for attention, which wants it contiguous; q_norm: applied to it. It is not rotated.
+        Returns: q in its dtype, normed if it has a norm, contiguous; None without one.
         Raises: KernelError (invalid_argument).
         """
         self._check(k, v, kv_layer, q, k_norm, q_norm)
@@ -106,16 +109,13 @@ class AppendPlan:
         if self.implementation == "cpu" and self._cpu_appender.takes(k, v, kv_layer):
             weight, eps = (None, 0.0) if k_norm is None else (k_norm.weight, k_norm.eps)
             self._cpu_appender.write(k, v, kv_layer, k_weight=weight, k_eps=eps)
-            return None if q is None or q_norm is None else q_norm(q).to(q.dtype)
+            return _for_attention(q, q_norm)
         if k_norm is not None:
             k = k_norm(k)
         if self.rotary is not None and self._turning is not None:
             k = turn(k, *self._turning, self.rotary.rotary_dim, self.rotary.pairing)
-        by_token = kv_layer.permute(0, 3, 1, 2, 4)
-        page, row = self._places
-        by_token[page, row, 0] = k.to(kv_layer.dtype)
-        by_token[page, row, 1] = v.to(kv_layer.dtype)
-        return None if q is None or q_norm is None else q_norm(q).to(q.dtype)
+        self._put(k.to(kv_layer.dtype), v.to(kv_layer.dtype), kv_layer.permute(0, 3, 1, 2, 4))
+        return _for_attention(q, q_norm)
 
     def _check(
         self,
@@ -136,8 +136,8 @@ class AppendPlan:
             raise KernelError(INVALID_ARGUMENT, message, "kv_layer")
         if self.rotary is not None:
             check_head_dim(self.rotary, k.shape[-1])
-        if (q is None) != (q_norm is None):
-            raise KernelError(INVALID_ARGUMENT, "q and q_norm come together or not at all", "q")
+        if q is None and q_norm is not None:
+            raise KernelError(INVALID_ARGUMENT, "q_norm comes with the q that it is for", "q")
         if q is not None and (q.ndim != 3 or len(q) != tokens or q.shape[2] != k.shape[2]):
             message = f"must be [{tokens}, Hq, {k.shape[2]}], is {[*q.shape]}"
             raise KernelError(INVALID_ARGUMENT, message, "q")
@@ -159,10 +159,32 @@ class AppendPlan:
         slots, positions = (x.to(torch.int64).contiguous() for x in (self.slots, self.positions))
         return CpuAppender(slots, positions, self.rotary, self.page_size)
 
+    def _put(self, k: Tensor, v: Tensor, by_token: Tensor) -> None:
+        """Write k and v into [pages, page_size, 2, Hkv, D].
+
+        A row that is not written puts what another row puts, at the same place; where none is written, what is there.
+        So nothing depends on how many are: on a CUDA device asking that would wait for it, and could not be captured.
+        """
+        page, row, source, some = self._places
+        if source is not None and some is not None:
+            held = by_token[page, row]
+            k = torch.where(some, k[source], held[:, 0])
+            v = torch.where(some, v[source], held[:, 1])
+        by_token[page, row, 0] = k
+        by_token[page, row, 1] = v
+
     @cached_property
-    def _places(self) -> tuple[Tensor, Tensor]:
-        """Page and row of each token."""
-        return self.slots // self.page_size, self.slots % self.page_size
+    def _places(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Page and row of each token; where rows may be left out also whose K and V it puts, and whether any does."""
+        slots, source, some = self.slots, None, None
+        if slots.numel() and (slots.is_cuda or bool((slots < 0).any())):
+            written = slots >= 0
+            some = written.any()
+            source = torch.where(
+                written, torch.arange(len(slots), device=slots.device), written.int().argmax()
+            )
+            slots = slots[source].clamp_min(0)
+        return slots // self.page_size, slots % self.page_size, source, some
 
     @cached_property
     def _turning(self) -> tuple[Tensor, Tensor] | None:
@@ -171,12 +193,18 @@ class AppendPlan:
         return expand_rows(*self.rotary.rows(self.positions), self.rotary.pairing)
 
 
+def _for_attention(q: Tensor | None, norm: HeadNorm | None) -> Tensor | None:
+    if q is None:
+        return None
+    return q.contiguous() if norm is None else norm(q).to(q.dtype)
+
+
 def plan_append(positions: Tensor, slots: Tensor, rotary: RotaryTable | None, page_size: int) -> AppendPlan:
     """Prepare once per step what `AppendPlan.write` needs in every layer.
 
     Args:
         positions: int64 [T] stored positions, in [0, rotary.length).
-        slots: int64 [T], page * page_size + row; distinct.
+        slots: int64 [T], page * page_size + row, distinct; negative ones are passed over.
     Raises: KernelError (invalid_argument).
     """
     if positions.shape != slots.shape or positions.ndim != 1:
@@ -193,7 +221,7 @@ def append_kv(
     Args:
         k: [T, Hkv, D] unrotated, after any qk-norm; v: [T, Hkv, D].
         positions: int64 [T] stored positions.
-        slots: int64 [T], page * page_size + row; distinct.
+        slots: int64 [T], page * page_size + row, distinct; negative ones are passed over.
         rotary: None stores k as it is.
         kv_layer: [pages, 2, Hkv, page_size, D], written in place.
     Raises: KernelError (invalid_argument).

@@ -195,14 +195,17 @@ class AttentionBackend(ABC):
             check_reach(table, rotary.length)
         return device
 
-    def _check_run(self, plan: Plan, q: Tensor, kv_layer: Tensor, sinks: Tensor | None) -> None:
-        """What every `run` starts with."""
+    def _check_run(
+        self, plan: Plan, q: Tensor, kv_layer: Tensor, sinks: Tensor | None, *, pads: bool = False
+    ) -> None:
+        """What every `run` starts with; where it `pads`, q may have more rows than the plan."""
         shape, table = plan.shape, plan.table
         if plan.backend != self.name:
             message = f"was made by backend {plan.backend!r}, not {self.name!r}"
             raise KernelError(INVALID_ARGUMENT, message, "plan")
-        if q.shape != (table.num_rows, shape.num_heads, shape.head_dim) or q.dtype != plan.dtype:
-            want = f"[{table.num_rows}, {shape.num_heads}, {shape.head_dim}] {plan.dtype}"
+        rows = max(q.shape[0], table.num_rows) if pads and q.ndim == 3 else table.num_rows
+        if q.shape != (rows, shape.num_heads, shape.head_dim) or q.dtype != plan.dtype:
+            want = f"[{rows}, {shape.num_heads}, {shape.head_dim}] {plan.dtype}"
             raise KernelError(INVALID_ARGUMENT, f"must be {want}, is {list(q.shape)} {q.dtype}", "q")
         page = (2, shape.num_kv_heads, table.page_size, shape.head_dim)
         if kv_layer.shape[1:] != page or kv_layer.shape[0] < table.num_pages or not kv_layer.is_contiguous():

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 
 def problems(books: Books) -> list[str]:
-    return [*books.pool.problems(), *_page_references(books), *_holds(books), *_nodes(books)]
+    return [
+        *books.pool.problems(),
+        *_page_references(books),
+        *_holds(books),
+        *_nodes(books),
+        *_writers(books),
+    ]
 
 
 def _page_references(books: Books) -> list[str]:
@@ -84,4 +90,18 @@ def _nodes(books: Books) -> list[str]:
         for index, page in enumerate(node.pages):
             if page is not None and index not in kept:
                 found.append(f"{node} keeps page {page}, which nothing holds")
+    return found
+
+
+def _writers(books: Books) -> list[str]:
+    """What a writer appended, knows and committed, and which of its pages may be shared for that."""
+    found: list[str] = []
+    for writer in (*books.writers.values(), *books.restores.values()):
+        counts = (writer.num_committed, writer.num_known, writer.num_tokens, writer.capacity)
+        if list(counts) != sorted(counts):
+            found.append(f"{writer.node} is committed, known, appended, reserved up to {counts}")
+        full = -(-writer.num_committed // books.page_size)
+        for index, page in enumerate(writer.pages):
+            if index >= full and books.pool.has_content(page):
+                found.append(f"{writer.node} shares page {page}, of which nothing is committed")
     return found

@@ -38,7 +38,7 @@ class Books:
         self.page_size = page_size
         self.pool = PagePool(num_pages)
         self.contents = ContentTable()
-        self.holds = HoldTable(page_size, self.pool.drop)
+        self.holds = HoldTable(page_size, lambda page: self.pool.drop(page, touched=False))
         self.handles = handles
         self.events = EventLog(max_events)
         self.anonymous: dict[NodeRecord, dict[int, list[Hold]]] = {}
@@ -94,7 +94,9 @@ class Books:
     def evictable(
         self, exclude: Collection[NodeRecord] = (), reads: Iterable[Read] = ()
     ) -> dict[int, tuple[NodeRecord, list[int]]]:
-        """Nodes that may be dropped, by uid, with the pages that may: resident, and in no lease or read of `reads`."""
+        """Nodes that may be dropped, by uid, with the pages that may: resident, in no lease or read of `reads`, and
+        not touched by an open step, which they would have to wait for.
+        """
         pinned = self.pinned()
         kept: dict[NodeRecord, set[int]] = {}
         for read in chain(reads, (read for lease in self.leases for read in lease.reads)):
@@ -104,15 +106,17 @@ class Books:
             if not node.sealed or node.restoring or node in exclude or node in pinned:
                 continue
             keep = kept.get(node, ())
-            pages = [p for index, p in enumerate(node.pages) if p is not None and index not in keep]
+            pages = [
+                page
+                for index, page in enumerate(node.pages)
+                if page is not None and index not in keep and self.pool.is_quiet(page)
+            ]
             if pages:
                 found[node.uid] = node, pages
         return found
 
     def num_evictable_pages(self, exclude: Collection[NodeRecord], reads: Iterable[Read] = ()) -> int:
-        """Pages that evicting would free now; none while a step is open, since they would wait for it."""
-        if self.pool.num_fences:
-            return 0
+        """Pages that evicting would free now."""
         owned = {uid: pages for uid, (_, pages) in self.evictable(exclude, reads).items()}
         return len(freed_pages(owned, self.pool.refs))
 
@@ -137,7 +141,7 @@ class Books:
         ]
         for index, page in reversed(dropped):
             node.pages[index] = None
-            self.pool.drop(page)
+            self.pool.drop(page, touched=False)
         self.evictions += bool(dropped)
         self.note("evict", node, pages=len(dropped))
         return len(dropped)
@@ -164,6 +168,8 @@ class Books:
         node.tokens = tuple(node.tokens)
         node.spans = MappingProxyType(dict(spans))
         node.pages = list(writer.pages)
+        for page in writer.pages:
+            self.pool.touch(page)
         node.last_used = self.next_use()
         writer.pages = []
         self.hold(node, node.length)
@@ -182,6 +188,8 @@ class Books:
         node = writer.node
         replaced = node.pages[: len(writer.pages)]
         node.pages[: len(writer.pages)] = writer.pages
+        for written in writer.pages:
+            self.pool.touch(written)
         writer.pages = []
         for page in reversed(replaced):
             if page is not None:
@@ -211,8 +219,6 @@ class Books:
         self.holds.release(*writer.holds)
 
     def _choose_victims(self, short: int, reads: Iterable[Read]) -> list[tuple[NodeRecord, list[int]]] | None:
-        if self.pool.num_fences:
-            return None
         evictable = self.evictable(reads=reads)
         candidates = [
             Candidate(

@@ -2,7 +2,7 @@
 does not know nodes, tokens or who refers to a page.
 
                  allocate                drop, last reference
-    FREE ───────────────────► LIVE ───────────────────────────────► WAITING   (a fence is open)
+    FREE ───────────────────► LIVE ───────────────────────────────► WAITING   (a step may touch it)
      ▲  ▲                     │ ▲ ▲ share                            │ │ │
      │  └── drop, no content ─┘ │ └──────────────────────────────────┘ │ │
      │                          │ share                                │ │ every fence begun before
@@ -12,6 +12,10 @@ does not know nodes, tokens or who refers to a page.
 Every page is in exactly one of the four. CACHED pages count as available: nobody refers to them, only their
 content is still registered. Content is registered only after it was written for good, so a page with content
 may be shared again from any state.
+
+A step touches a page only through who reads or writes it. So an open step may touch a page that nobody refers to any
+more only if a reader or a writer let go of it since the step began: `drop` and `touch` note when that was. A page that
+nobody has used since then is free at once.
 """
 
 from __future__ import annotations
@@ -112,6 +116,7 @@ class PagePool:
         self._waiting: dict[int, int] = {}  # page -> newest fence at the time of the drop; ascending
         self._fences: dict[int, None] = {}  # open fences, ascending
         self._next_fence = 1
+        self._touched = [0] * num_pages  # the newest fence open when a reader or writer last let go of it
 
     @property
     def num_free(self) -> int:
@@ -161,17 +166,31 @@ class PagePool:
             self._waiting.pop(page, None)
         self.refs[page] += 1
 
-    def drop(self, page: int) -> None:
-        """One reference less. The last one frees the page once every fence open now has ended."""
+    def touch(self, page: int) -> None:
+        """Who read or wrote a page lets go of it, while others may go on referring to it."""
+        if self._fences:
+            self._touched[page] = next(reversed(self._fences))
+
+    def is_quiet(self, page: int) -> bool:
+        """Whether no open step may touch a page that no reader and no writer refers to."""
+        return not self._fences or self._touched[page] < next(iter(self._fences))
+
+    def drop(self, page: int, *, touched: bool = True) -> None:
+        """One reference less: a reader's or a writer's (`touched`), or that of a node that only kept it.
+
+        The last one frees the page, at once or, where an open step may touch it, when every fence open now has ended.
+        """
         if self.refs[page] < 1:
             raise KVStoreError("double_free", f"page {page} is freed more often than it is referred to")
         self.refs[page] -= 1
+        if touched:
+            self.touch(page)
         if self.refs[page]:
             return
-        if self._fences:
-            self._waiting[page] = next(reversed(self._fences))
-        else:
+        if self.is_quiet(page):
             self._put_back(page)
+        else:
+            self._waiting[page] = next(reversed(self._fences))
 
     def remember(self, page: int, content: Hashable) -> None:
         """Register what a live page holds. The first page with equal content stays the registered one."""
@@ -179,6 +198,10 @@ class PagePool:
         if content not in self._page_of:
             self._content[page] = content
             self._page_of[content] = page
+
+    def has_content(self, page: int) -> bool:
+        """Whether a page is registered under what it holds, so that others may share it."""
+        return self._content[page] is not None
 
     def find(self, content: Hashable) -> int | None:
         return self._page_of.get(content)

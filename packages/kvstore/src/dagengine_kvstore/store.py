@@ -267,7 +267,7 @@ class KVStore:
             exclude: nodes that may not be evicted.
             reads: tokens that may not be evicted, such as those that the node to be written reads.
 
-        Evicting frees nothing while a step is open, so then only free and cached pages count.
+        While steps are open, pages that they may touch do not count.
         """
         pool = self._books.pool
         return pool.num_free + pool.num_cached + self._books.num_evictable_pages(set(exclude), reads)

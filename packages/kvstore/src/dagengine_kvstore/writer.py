@@ -1,11 +1,13 @@
 """Writing KV into pages: a new node's, or again an evicted node's. Knows one chain of tokens and its pages;
 the books lend the pool, the content table and the holds.
 
-    tokens   0 ········ committed ········ num_tokens ········ capacity
-             │ computed and readable  │ appended, step running │ reserved │
+    tokens   0 ········ committed ········ num_known ········· num_tokens ········ capacity
+             │ computed and readable  │ appended, step running │ to be filled │ reserved │
 
-Pages before `committed` that are full carry their content and may be shared. A page attached by `match` is
-never written: it is full, or it is the last one and closes the chain.
+A step may write KV of tokens that nobody on the host knows yet, such as one that the step before it samples: they are
+appended by their number and named by `fill`. Pages before `committed` that are full carry their content and may be
+shared, so nothing is committed before it is known. A page attached by `match` is never written: it is full, or it is
+the last one and closes the chain.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class PageWriter:
         self.pages: list[int] = []
         self._books = books
         self._tokens: list[int] = []
+        self._unknown = 0  # appended behind `_tokens`, not filled
         self._committed = 0
         self._content: Context | Prefix = node.context  # of the pages before `_known`
         self._known = 0  # pages whose content is known
@@ -38,7 +41,16 @@ class PageWriter:
         self._open = True
 
     @property
+    def page_size(self) -> int:
+        return self._books.page_size
+
+    @property
     def num_tokens(self) -> int:
+        """Tokens appended, known or not."""
+        return len(self._tokens) + self._unknown
+
+    @property
+    def num_known(self) -> int:
         return len(self._tokens)
 
     @property
@@ -102,32 +114,57 @@ class PageWriter:
         if self._closed_tail and count:
             message = "the last page is another node's partial page and cannot be appended to"
             raise KVStoreError("partial_page_shared", message, field="count")
+        needed = self.pages_needed(count)
+        if not needed:
+            return
         after = self.pages[-1] if self.pages else None
-        pages = self._books.take_pages(self.node, self.pages_needed(count), after)
+        pages = self._books.take_pages(self.node, needed, after)
         for page in pages:
             self._books.pool.base[page] = self.node.own_start + len(self.pages) * self._books.page_size
             self.pages.append(page)
 
-    def append(self, tokens: Sequence[int]) -> list[int]:
+    def append(self, tokens: Sequence[int], unknown: int = 0) -> list[int]:
         """The slots (page * page_size + row) that the KV of the next tokens goes to.
 
-        Raises KVStoreError `not_reserved` if there are fewer reserved rows than tokens.
+        Args:
+            tokens: those that are known.
+            unknown: how many follow that are not; `fill` names them later, before they are committed.
+
+        Raises:
+            KVStoreError `not_reserved` if there are fewer reserved rows than tokens, `not_filled` for known tokens
+            behind unknown ones, `invalid_count`.
         """
         self._check_open()
-        if self.num_tokens + len(tokens) > self.capacity:
-            room = self.capacity - self.num_tokens
-            raise KVStoreError(
-                "not_reserved", f"reserve {len(tokens)} tokens first, {room} are", field="tokens"
-            )
-        size = self._books.page_size
-        span = range(self.num_tokens, self.num_tokens + len(tokens))
+        if unknown < 0:
+            raise KVStoreError("invalid_count", f"unknown must not be negative: {unknown}", field="unknown")
+        if tokens and self._unknown:
+            message = f"{self._unknown} tokens before these are unknown; fill them first"
+            raise KVStoreError("not_filled", message, field="tokens")
+        begin, count = self.num_tokens, len(tokens) + unknown
+        if begin + count > self.capacity:
+            room = self.capacity - begin
+            raise KVStoreError("not_reserved", f"reserve {count} tokens first, {room} are", field="tokens")
+        size, pages = self._books.page_size, self.pages
         self._tokens.extend(tokens)
-        return [self.pages[offset // size] * size + offset % size for offset in span]
+        self._unknown += unknown
+        return [pages[offset // size] * size + offset % size for offset in range(begin, begin + count)]
+
+    def fill(self, tokens: Sequence[int]) -> None:
+        """Name the first of the tokens that were appended unknown.
+
+        Raises KVStoreError `invalid_count` for more than there are.
+        """
+        self._check_open()
+        if len(tokens) > self._unknown:
+            message = f"{self._unknown} tokens are unknown, not {len(tokens)}"
+            raise KVStoreError("invalid_count", message, field="tokens")
+        self._tokens.extend(tokens)
+        self._unknown -= len(tokens)
 
     def commit(self, count: int) -> None:
         """The step that wrote the next `count` appended tokens is done: full pages become reusable.
 
-        Raises KVStoreError `invalid_count` for more tokens than were appended.
+        Raises KVStoreError `invalid_count` for more tokens than were appended, `not_filled` for unknown ones.
         """
         self._check_open()
         pending = self.num_tokens - self._committed
@@ -135,6 +172,9 @@ class PageWriter:
             raise KVStoreError(
                 "invalid_count", f"{pending} tokens are not committed, not {count}", field="count"
             )
+        if self._committed + count > self.num_known:
+            message = f"{self.num_known - self._committed} of {count} tokens are known; fill the others first"
+            raise KVStoreError("not_filled", message, field="count")
         self._committed += count
         self._books.tokens_written += count
         size = self._books.page_size
@@ -156,7 +196,7 @@ class PageWriter:
         self._check_open()
         self._drop_pages()
         self._tokens.clear()
-        self._committed = self._known = 0
+        self._unknown = self._committed = self._known = 0
         self._content = self.node.context
         self._closed_tail = False
         self._books.note("rollback", self.node)
@@ -256,9 +296,9 @@ class RestoreWriter(PageWriter):
         """Tokens still to append, in order."""
         return list(self.node.tokens[self.num_tokens : self.target])
 
-    def append(self, tokens: Sequence[int]) -> list[int]:
+    def append(self, tokens: Sequence[int], unknown: int = 0) -> list[int]:
         """As Writer.append. Raises KVStoreError `recipe_mismatch` for tokens that are not next in `todo`."""
-        if list(tokens) != self.todo[: len(tokens)]:
+        if unknown or list(tokens) != self.todo[: len(tokens)]:
             raise KVStoreError("recipe_mismatch", "append the tokens of `todo`, in order", field="tokens")
         return super().append(tokens)
 

@@ -5,8 +5,8 @@ Notation: T rows of a batch, H hidden size, Hq query heads, Hkv KV heads, D head
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,27 @@ from torch.nn import functional as F
 from .linear import Linear
 from .norm import RMSNorm
 
-# attend(layer, q [T, Hq, D] unrotated, k [T, Hkv, D] unrotated, v [T, Hkv, D]) -> [T, Hq, D]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+class Attend(Protocol):
+    """Writes keys and values into the pages and attends over everything that the batch's rows see."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> Tensor:
+        """Attention output [T, Hq, D].
+
+        Args:
+            q, k, v: [T, Hq, D], [T, Hkv, D], [T, Hkv, D], not rotated and not normed.
+            q_norm, k_norm: norms per head that q and k still need, both or none; applied where K is written.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -24,7 +43,7 @@ class Attention:
     """x + out(attention(qkv(x))): grouped queries around the paged read, optionally with a norm per head on q and k.
 
     `qkv` norms x and gives [(Hq + 2 Hkv) D] per row: queries, keys, values. Rotation happens where pages are written
-    and read.
+    and read, and so are the norms per head.
     """
 
     layer: int
@@ -40,9 +59,8 @@ class Attention:
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, dim)
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return self.out(attend(self.layer, q, k, v).reshape(x.shape[0], heads * dim), x)
+        out = attend(self.layer, q, k, v, q_norm=self.q_norm, k_norm=self.k_norm)
+        return self.out(out.reshape(x.shape[0], heads * dim), x)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from dagengine_positions import ModelGeometry
 
 from ..weights import WeightSource, take_head
@@ -39,9 +37,9 @@ def _layer(geometry: ModelGeometry, source: WeightSource, index: int) -> Decoder
         norm: RMSNorm | None = None,
         gated: bool = False,
     ) -> Linear:
-        weight = [source.take(f"{n}.weight", (r, columns)) for n, r in zip(names, rows, strict=True)]
-        biases = [source.take(f"{n}.bias", (r,)) for n, r in zip(names, rows, strict=True)] if bias else None
-        return make_linear(torch.cat(weight), torch.cat(biases) if biases else None, norm=norm, gated=gated)
+        weight = source.take_fused([f"{n}.weight" for n in names], [(r, columns) for r in rows])
+        biases = source.take_fused([f"{n}.bias" for n in names], [(r,) for r in rows]) if bias else None
+        return make_linear(weight, biases, norm=norm, gated=gated)
 
     def norm(name: str, size: int) -> RMSNorm:
         return RMSNorm(source.take(f"{name}.weight", (size,)), eps)

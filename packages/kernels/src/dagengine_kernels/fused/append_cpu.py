@@ -16,11 +16,15 @@ class CpuAppender:
     """One step's tokens.
 
     Args:
-        slots, positions: int64 [T], contiguous.
+        slots, positions: int64 [T], contiguous; tokens of negative slots are left out.
     """
 
     def __init__(self, slots: Tensor, positions: Tensor, rotary: RotaryTable | None, page_size: int) -> None:
         self._append = native.load().append
+        self._kept: Tensor | None = None
+        if (slots < 0).any():
+            self._kept = (slots >= 0).nonzero()[:, 0]
+            slots, positions = slots[self._kept], positions[self._kept]
         self._slots, self._page_size = slots, page_size
         self._cos, self._sin = (None, None) if rotary is None else rotary.rows(positions)
         self._half = 0 if rotary is None else rotary.rotary_dim // 2
@@ -41,6 +45,8 @@ class CpuAppender:
         self, k: Tensor, v: Tensor, kv_layer: Tensor, *, k_weight: Tensor | None = None, k_eps: float = 0.0
     ) -> None:
         """Norm and rotate k and write k and v [T, Hkv, D] into kv_layer [pages, 2, Hkv, page_size, D]."""
+        if self._kept is not None:
+            k, v = k[self._kept], v[self._kept]
         tokens, heads, dim = k.shape
         self._append.append(
             self._slots.data_ptr(),

@@ -16,6 +16,7 @@ from torch import Tensor
 from dagengine_kernels.backend import AttentionBackend, AttentionShape, Capabilities, Plan
 from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
 from dagengine_kernels.fused import planner
+from dagengine_kernels.fused.cuda.slot import PlanSlot
 from dagengine_kernels.fused.executor import Executor, FusedPlan
 from dagengine_kernels.rotary import RotaryTable
 from dagengine_kernels.segments import SegmentTable
@@ -123,15 +124,23 @@ class FusedBackend(AttentionBackend):
         device: torch.device | str,
         dtype: torch.dtype,
         reserve: Sequence[Sequence[int]] | None = None,
+        slot: PlanSlot | None = None,
     ) -> FusedPlan:
         """As `AttentionBackend.plan`.
 
         Args:
             reserve: per sequence the pages that its own tokens will grow into, for a plan that `advance` takes from
                 decode step to decode step; rotary tables must then reach as far as the rows will.
+            slot: device memory that the plan is loaded into, by an upload on the current stream that the host does
+                not wait for; see `FusedPlan.graph_key`. The plan that was in it before cannot be run any more. Without
+                one the plan has memory of its own, and stays valid as long as it lives.
+        Raises: also KernelError (capability_missing, field `reserve` or `slot`) where no implementation that takes the
+            batch can do that.
         """
         device = self._check_plan(table, shape, rotary, device, dtype)
         _check_factors(shape)
+        if slot is not None and not _same_device(device, slot.device):
+            raise KernelError(INVALID_ARGUMENT, f"must be on {device}, is on {slot.device}", "slot")
         if shape.window is not None and shape.window >= POSITIONS:
             shape = replace(shape, window=None)
         refusal: KernelError | None = None
@@ -140,9 +149,20 @@ class FusedBackend(AttentionBackend):
                 executor.capabilities.check(f"{self.name}-{executor.name}", table, shape, device.type, dtype)
                 if reserve is not None and not executor.advances:
                     raise KernelError(UNSUPPORTED, f"{executor.name!r} plans every step anew", "reserve")
+                if slot is not None and not executor.slots:
+                    raise KernelError(UNSUPPORTED, f"{executor.name!r} loads plans into no slots", "slot")
                 arrays = planner.plan_table(table, executor.parameters(table, shape, device), reserve=reserve)
                 plan = FusedPlan(
-                    self.name, table, shape, rotary, device, dtype, arrays, executor.name, maker=executor
+                    self.name,
+                    table,
+                    shape,
+                    rotary,
+                    device,
+                    dtype,
+                    arrays,
+                    executor.name,
+                    maker=executor,
+                    slot=slot,
                 )
                 executor.load(plan)
             except KernelError as error:
@@ -165,7 +185,13 @@ class FusedBackend(AttentionBackend):
         sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        self._check_run(plan, q, kv_layer, sinks)
+        """As `AttentionBackend.run`; can be captured in a CUDA graph once it has run with such tensors.
+
+        With a plan in a slot q may have more rows than the plan: those behind, which pad a captured batch, are read by
+        nothing, and hold anything in out and lse2.
+        Raises: KernelError (invalid_argument) also where another plan has taken the slot.
+        """
+        self._check_run(plan, q, kv_layer, sinks, pads=isinstance(plan, FusedPlan) and plan.slot is not None)
         executor = self._maker(plan)
         assert isinstance(plan, FusedPlan)
         _check_devices(plan.device, q, kv_layer, sinks)
@@ -175,6 +201,10 @@ class FusedBackend(AttentionBackend):
             return out
         assert lse2 is not None
         return out, lse2
+
+    def new_slot(self, device: torch.device | str) -> PlanSlot:
+        """A slot for `plan`; see there. Whether there is an implementation that takes it is said by `plan`."""
+        return PlanSlot(torch.device(device))
 
     def advance(self, plan: FusedPlan) -> None:
         """Make a plan with reserved pages that of the next decode step: can be captured in a CUDA graph.
@@ -250,11 +280,15 @@ def _check_factors(shape: AttentionShape) -> None:
         raise KernelError(UNSUPPORTED, message, "softcap")
 
 
+def _same_device(device: torch.device, other: torch.device) -> bool:
+    """Whether `other` is the device named; without an index any of its type is."""
+    return other.type == device.type and device.index in (None, other.index or 0)
+
+
 def _check_devices(device: torch.device, q: Tensor, kv_layer: Tensor, sinks: Tensor | None) -> None:
     """Raises KernelError (invalid_argument) for tensors that are not on the plan's device; sinks are moved to it."""
     for name, tensor in (("q", q), ("kv_layer", kv_layer)):
-        elsewhere = device.index is not None and (tensor.device.index or 0) != device.index
-        if tensor.device.type != device.type or elsewhere:
+        if not _same_device(device, tensor.device):
             raise KernelError(INVALID_ARGUMENT, f"must be on {device}, is on {tensor.device}", name)
     if kv_layer.device != q.device:
         raise KernelError(INVALID_ARGUMENT, f"must be on {q.device}, is on {kv_layer.device}", "kv_layer")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from dagengine_kernels.backend import AttentionShape, Capabilities, Plan
 from dagengine_kernels.errors import UNSUPPORTED, KernelError
+from dagengine_kernels.fused.cuda.slot import PlanSlot
 from dagengine_kernels.fused.plan import PlanArrays, PlanParameters
 from dagengine_kernels.segments import SegmentTable
 
@@ -24,12 +26,24 @@ class FusedPlan(Plan):
         executor: the implementation that it was made for.
         loaded: what that implementation made of it (device arrays, scratch); its own business.
         maker: the instance that loaded it; no other runs it.
+        slot: where it was loaded, until the next plan is; None where its memory is its own.
     """
 
     arrays: PlanArrays
     executor: str
     loaded: dict[str, Any] = field(default_factory=dict)
     maker: Executor | None = None
+    slot: PlanSlot | None = None
+
+    @property
+    def graph_key(self) -> Hashable:
+        """Plans of equal keys can take each other's place: `run` and `advance` captured in a CUDA graph with one of
+        them do, replayed, what they would for the other once that is the last one loaded into the slot.
+
+        The key stands for the slot and its generation, the layers' shape, the tile heights there are, whether anything
+        is merged, and the sizes of all grids. Without a slot no other plan has an equal key.
+        """
+        return self.loaded.get("graph_key", self)
 
 
 class Executor(ABC):
@@ -39,6 +53,8 @@ class Executor(ABC):
     capabilities: ClassVar[Capabilities]
     advances: ClassVar[bool] = False
     """Whether `advance` works."""
+    slots: ClassVar[bool] = False
+    """Whether it loads plans into slots."""
 
     @classmethod
     @abstractmethod

@@ -206,6 +206,8 @@ def check_reserve(
         message = f"must name pages for each of {len(q_indptr) - 1} sequences, names {len(reserve)}"
         raise KernelError(INVALID_ARGUMENT, message, "reserve")
     rows, counts = np.diff(q_indptr), np.diff(listed_indptr)
+    if _all_fit(rows, counts, reserve, num_pages):
+        return
     named: set[int] = set()
     for sequence, pages in enumerate(reserve):
         if not isinstance(pages, Sized) or not all(isinstance(page, (int, np.integer)) for page in pages):
@@ -223,11 +225,32 @@ def check_reserve(
             named.add(int(page))
 
 
+def _all_fit(
+    rows: NDArray[np.int32], counts: NDArray[np.int32], reserve: Sequence[Sequence[int]], num_pages: int
+) -> bool:
+    """Whether `check_reserve` finds nothing, decided for all sequences at once; False where that cannot be told."""
+    if not all(isinstance(pages, list | tuple) for pages in reserve):
+        return False
+    lengths = np.array([len(pages) for pages in reserve], np.int64)
+    try:
+        named = np.array([page for pages in reserve for page in pages] or [0])
+    except (TypeError, ValueError):
+        return False
+    if named.ndim != 1 or named.dtype.kind not in "iu" or named.min() < 0 or named.max() >= num_pages:
+        return False
+    grows = (rows == 1) & (counts > 0)
+    return bool(grows[lengths > 0].all()) and len(np.unique(named)) == len(named)
+
+
 def _check_fresh(table: SegmentTable, reserve: Sequence[Sequence[int]]) -> None:
     """Raises KernelError (invalid_argument) for a reserved page that holds tokens of the table."""
-    listed = set(table.extents[:, PAGE].tolist())
-    for sequence, pages in enumerate(reserve):
-        for page in pages:
-            if page in listed:
+    held = np.zeros(table.num_pages, np.bool_)
+    pages = table.extents[:, PAGE]
+    held[pages[(pages >= 0) & (pages < table.num_pages)]] = True
+    if not held[np.array([page for named in reserve for page in named], np.int64)].any():
+        return
+    for sequence, named in enumerate(reserve):
+        for page in named:
+            if held[page]:
                 message = f"page {page} holds tokens that the table lists"
                 raise KernelError(INVALID_ARGUMENT, message, f"reserve[{sequence}]")

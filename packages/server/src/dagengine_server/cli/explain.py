@@ -37,7 +37,7 @@ def explain(
     max_model_len: options.MaxModelLen = None,
     page_size: options.PageSize = 64,
     kv_pages: options.KvPages = None,
-    kv_memory_gib: options.KvMemoryGib = 2.0,
+    kv_memory_gib: options.KvMemoryGib = None,
     position_policy: options.PositionPolicy = "linear",
     config: options.Config = None,
     as_json: options.Json = False,

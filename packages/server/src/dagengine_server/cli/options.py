@@ -31,6 +31,7 @@ FOREIGN = (
 SECRET = ("api_key",)
 SETTINGS = {"auto_envvar_prefix": PREFIX.rstrip("_")}
 ENGINE_FIELDS = (
+    "device",
     "dtype",
     "max_model_len",
     "max_num_seqs",
@@ -38,6 +39,9 @@ ENGINE_FIELDS = (
     "page_size",
     "kv_pages",
     "kv_memory_gib",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "batch_invariant",
     "attention_backend",
     "load_format",
 )
@@ -149,17 +153,46 @@ Config = Annotated[
         metavar="FILE.toml",
     ),
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="auto: the GPU if an attention backend runs there, else the CPU",
+        metavar="{auto,cpu,cuda,cuda:N}",
+    ),
+]
 Dtype = Annotated[
-    str, typer.Option(help="of weights and KV", metavar="{auto,float32,bfloat16,float16,float64}")
+    str,
+    typer.Option(
+        help="of weights and KV; auto: the checkpoint's on a GPU, float32 on a CPU",
+        metavar="{auto,float32,bfloat16,float16,float64}",
+    ),
 ]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="tokens a request may see and sample together  [default: the model's]")
 ]
-MaxNumSeqs = Annotated[int, typer.Option(help="most sequences in one step")]
-MaxNumBatchedTokens = Annotated[int, typer.Option(help="most tokens computed in one step")]
+MaxNumSeqs = Annotated[
+    int | None, typer.Option(help="most sequences in one step  [default: 64 on a CPU, 256 on a GPU]")
+]
+MaxNumBatchedTokens = Annotated[
+    int | None, typer.Option(help="most tokens computed in one step  [default: 512 on a CPU, 8192 on a GPU]")
+]
 PageSize = Annotated[int, typer.Option(help="tokens per KV page")]
-KvPages = Annotated[int | None, typer.Option(help="KV pages in the pool  [default: from --kv-memory-gib]")]
-KvMemoryGib = Annotated[float, typer.Option(help="size of the pool of KV pages")]
+KvPages = Annotated[
+    int | None,
+    typer.Option(help="KV pages in the pool, in place of --kv-memory-gib, --gpu-memory-utilization"),
+]
+KvMemoryGib = Annotated[
+    float | None,
+    typer.Option(help="size of the pool of KV pages  [default: 2 on a CPU; on a GPU what is left]"),
+]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    typer.Option(help="fraction of the GPU's memory for weights, pool and a step's own  [default: 0.9]"),
+]
+EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="never capture CUDA graphs")]
+BatchInvariant = Annotated[
+    bool, typer.Option("--batch-invariant", help="the same bits for a request in any batch")
+]
 AttentionBackend = Annotated[
     str,
     typer.Option(

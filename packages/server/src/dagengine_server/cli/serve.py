@@ -41,13 +41,17 @@ def serve(
     allowed_origins: Annotated[
         list[str] | None, typer.Option(help="an origin for CORS; repeatable  [default: CORS is off]")
     ] = None,
+    device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = 64,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     page_size: options.PageSize = 64,
     kv_pages: options.KvPages = None,
-    kv_memory_gib: options.KvMemoryGib = 2.0,
+    kv_memory_gib: options.KvMemoryGib = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    enforce_eager: options.EnforceEager = False,
+    batch_invariant: options.BatchInvariant = False,
     attention_backend: options.AttentionBackend = "auto",
     position_policy: options.PositionPolicy = "linear",
     seed: Annotated[
@@ -85,17 +89,19 @@ def serve(
     from dagengine import EngineConfig
     from dagengine.async_engine import EngineThread
     from dagengine.build import build_core
+    from dagengine.config import DEFAULT_MAX_NUM_SEQS
 
     from ..app import create_app
     from ..serving import serve as run
     from ..settings import ServerSettings
 
+    at_once = max_num_seqs or max(DEFAULT_MAX_NUM_SEQS.values())
     settings = ServerSettings(
         served_model_name=Path(folder).name if served_model_name is None else served_model_name,
         api_keys=tuple(api_key or ()),
         allowed_origins=tuple(allowed_origins or ()),
         max_body_bytes=max_body_bytes,
-        max_open_requests=max(LEAST_OPEN_REQUESTS, max_num_seqs + (max_queued_requests or 0)),
+        max_open_requests=max(LEAST_OPEN_REQUESTS, at_once + (max_queued_requests or 0)),
         request_timeout_s=request_timeout,
     )
     engine_config = EngineConfig(

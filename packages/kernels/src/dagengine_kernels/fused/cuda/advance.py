@@ -38,7 +38,9 @@ def advance(
     """One token more for every sequence with a tail, in place; `step` grows by 1.
 
     Args:
-        entries: int32 [E, 4]; tails: int32 [B, 2]; step: int32 [1], what attention adds to the rows' positions.
+        entries: int32 [E, 4].
+        tails: int32 [B, 2]; those of -1 are passed over.
+        step: int32 [1], what attention adds to the rows' positions.
         stream: a CUDA stream handle, the current one by default.
         pdl: may be started before the kernel before it in the stream has ended.
     Raises: KernelError (invalid_argument).
@@ -61,6 +63,11 @@ def advance(
     kernel("advance", "advance", {}, entries.device.index).launch(
         (blocks, 1, 1), (THREADS, 1, 1), 0, stream, params, pdl=pdl
     )
+
+
+def prepare(device: int | None = None) -> None:
+    """Have the kernel loaded, so that its first launch can be captured. Raises: KernelError (backend_not_loadable)."""
+    kernel("advance", "advance", {}, device)
 
 
 def variants() -> tuple[Variant, ...]:

@@ -21,7 +21,7 @@ WARPS = 8
 ENOUGH_WARPS = 132 * 64
 """Warps that keep the device busy to the end: with fewer tokens, several warps share a token's heads."""
 
-BATCH = 2
+BATCH = 1
 """Heads that a thread has under way."""
 
 FINE = 256
@@ -64,13 +64,14 @@ class Appender:
     """One step's tokens, for every layer of a group.
 
     Args:
-        slots, positions: int64 [T], contiguous, on the device; read anew by every launch.
+        slots, positions: int64 [T], contiguous, on the device; read anew by every launch. K and V of a row with a
+            negative slot go nowhere.
         rotary: None stores k as it is.
     """
 
     def __init__(self, slots: Tensor, positions: Tensor, rotary: RotaryTable | None, page_size: int) -> None:
         self._slots, self._positions, self._rotary = slots, positions, rotary
-        self._kernels: dict[tuple[HeadLayout, bool, bool, bool], Kernel] = {}
+        self._kernels: dict[tuple[HeadLayout, bool, bool, bool, bool], Kernel] = {}
         self._layouts: dict[tuple[torch.dtype, int, int], HeadLayout | None] = {}
         self._params = _Params(
             slots=slots.data_ptr(),
@@ -114,13 +115,14 @@ class Appender:
             k, v: [T, Hkv, D]; kv_layer: [pages, 2, Hkv, page_size, D]; q: [T, Hq, D].
             k_weight, q_weight: float32 [D], contiguous.
             pdl: may be started before the kernel before it in the stream has ended.
-        Returns: the normed q [T, Hq, D], if q is given.
+        Returns: q [T, Hq, D], contiguous and, with a weight, normed; None without one.
         """
         tokens, kv_heads = k.shape[:2]
         out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if tokens == 0:
             return out
-        key = (layout, k_weight is not None, q is not None, tokens >= MANY_TOKENS)
+        normed = q is not None and q_weight is not None
+        key = (layout, k_weight is not None, q is not None, normed, tokens >= MANY_TOKENS)
         found = self._kernels.get(key)
         if found is None:
             macros = {**layout.macros(), **_choices(*key[1:])}
@@ -135,8 +137,9 @@ class Appender:
         rows = params.kv_rows
         if k_weight is not None:
             params.k_weight, params.k_eps = k_weight.data_ptr(), k_eps
-        if q is not None and out is not None and q_weight is not None:
-            params.q, params.q_out, params.q_weight = q.data_ptr(), out.data_ptr(), q_weight.data_ptr()
+        if q is not None and out is not None:
+            params.q, params.q_out = q.data_ptr(), out.data_ptr()
+            params.q_weight = None if q_weight is None else q_weight.data_ptr()
             params.q_token, params.q_head = q.stride()[:2]
             params.q_heads, params.q_rows = q.shape[1], _sharing(blocks, q.shape[1])
             params.q_eps = q_eps
@@ -169,23 +172,24 @@ def _sharing(blocks: int, heads: int) -> int:
     return max(1, min(-(-heads // BATCH), -(-ENOUGH_WARPS // (blocks * WARPS))))
 
 
-def _choices(k_norm: bool, q_norm: bool, many: bool) -> dict[str, int]:
-    norms = {"NORM_K": int(k_norm), "NORM_Q": int(q_norm)}
+def _choices(k_norm: bool, with_q: bool, q_norm: bool, many: bool) -> dict[str, int]:
+    norms = {"NORM_K": int(k_norm), "WITH_Q": int(with_q), "NORM_Q": int(q_norm)}
     return {**norms, "BATCH": BATCH, "STREAMING": int(many), "FINE": FINE}
 
 
 def variants() -> tuple[Variant, ...]:
     """What the compile gate builds."""
     listed = []
-    for dtype, head_dim, rotary_dim, interleaved, vec, lanes, norms in (
-        (2, 128, 128, 0, 8, 8, False),
-        (2, 128, 128, 0, 8, 8, True),
-        (2, 128, 128, 1, 8, 8, False),
-        (2, 64, 64, 0, 8, 4, False),
-        (2, 256, 64, 0, 8, 16, True),
-        (1, 128, 128, 0, 8, 8, False),
-        (0, 64, 64, 0, 4, 8, False),
-        (2, 128, 0, 0, 8, 8, False),
+    for dtype, head_dim, rotary_dim, interleaved, vec, lanes, norms, q in (
+        (2, 128, 128, 0, 8, 8, False, False),
+        (2, 128, 128, 0, 8, 8, True, True),
+        (2, 128, 128, 1, 8, 8, False, False),
+        (2, 128, 128, 0, 8, 8, False, True),
+        (2, 64, 64, 0, 8, 4, False, True),
+        (2, 256, 64, 0, 8, 16, True, True),
+        (1, 128, 128, 0, 8, 8, False, False),
+        (0, 64, 64, 0, 4, 8, False, False),
+        (2, 128, 0, 0, 8, 8, False, False),
     ):
         macros = {
             "DTYPE": dtype,
@@ -194,7 +198,7 @@ def variants() -> tuple[Variant, ...]:
             "INTERLEAVED": interleaved,
             "VEC": vec,
             "LANES": lanes,
-            **_choices(norms, norms, not norms),
+            **_choices(norms, q, norms, not q),
         }
         listed.append(Variant("append", "append", tuple(macros.items())))
     return tuple(listed)

@@ -1,12 +1,15 @@
 """The CUDA executor: a plan's arrays on the device, one launch of csrc/cuda/attend.cu per tile height, one merge.
 
 Knows plans, tensors and launches; not how the kernel walks. For GPUs of compute capability 9.0.
+
+A plan is always in a slot (slot.py): the caller's, where the next one replaces it, or one of its own. What a launch is
+made of besides the lists in the slot is in the plan's `graph_key`, so that plans of one key share their launches.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,17 +20,28 @@ from torch import Tensor
 from dagengine_kernels.backend import AttentionShape, Capabilities
 from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
 from dagengine_kernels.fused.cuda import driver
-from dagengine_kernels.fused.cuda.advance import advance
-from dagengine_kernels.fused.cuda.merge import MergeLists, merge_parts
+from dagengine_kernels.fused.cuda.advance import advance, prepare
+from dagengine_kernels.fused.cuda.merge import MergeLists, merge_parts, split_of
+from dagengine_kernels.fused.cuda.slot import Listed, PlanSlot
 from dagengine_kernels.fused.executor import Executor, FusedPlan
 from dagengine_kernels.fused.plan import ENTRY_RUN, WORK_BEGIN, PlanArrays, PlanClass, PlanParameters
 from dagengine_kernels.lse import LOG2E
 from dagengine_kernels.rotary import RotaryTable
-from dagengine_kernels.segments import SegmentTable
+from dagengine_kernels.segments import PAGE, SegmentTable
+from dagengine_kernels.staging import Staging
 
 THREADS = 384
 SHARED_BYTES = 227 * 1024
 NARROW, WIDE = 64, 128
+
+MERGE_ROWS = 1024
+"""Up to this many, the grid of a slot's merge is for all rows of the batch: it depends on their number alone."""
+
+TAILS = 64
+"""What a slot's lists of tails are padded to at least."""
+
+MAX_MAPS = 4096
+"""Layers of which the tensor map is remembered."""
 
 
 class AttendParams(ctypes.Structure):
@@ -92,7 +106,7 @@ class Geometry:
     def _bytes(self, stages: int) -> int:
         """As attend.cu lays it out: K and V tiles, headers and boxes, barriers, turned q."""
         tile = self.page * self.boxes * self.head_dim * 2
-        barriers = (2 * stages * tile + stages * (16 + 16 * self.boxes) + 15) // 16 * 16
+        barriers = (2 * stages * tile + stages * (32 + 16 * self.boxes) + 15) // 16 * 16
         query = self.rows * self.head_dim * 2
         return self.streams * ((barriers + 32 * stages + 1023) // 1024 * 1024 + query)
 
@@ -116,11 +130,31 @@ def macros(
     }
 
 
+@dataclass(frozen=True, eq=False)
+class Launches:
+    """What plans of one graph key have in common.
+
+    Attributes:
+        attend: kernel, grid, bytes of shared memory and parameters by tile height; `run` fills in its tensors.
+        merge: None where no row was cut.
+        tails: int32 [B or more, 2].
+        step: int32 [1].
+        rotary: what the parameters hold the address of.
+    """
+
+    attend: tuple[tuple[driver.Kernel, int, int, AttendParams], ...]
+    merge: MergeLists | None
+    tails: Tensor
+    step: Tensor
+    rotary: Tensor | None
+
+
 class CudaExecutor(Executor):
     """Attention on sm_90a.
 
     Args:
-        keys: keys per KV tile, 64 or 128; None chooses by the batch: 128 for long sequences, where registers suffice.
+        keys: keys per KV tile, 64 or 128; None chooses by the batch: 128 for long sequences and for pages whose readers
+            fill tiles of 128 rows, where registers suffice.
     """
 
     name: ClassVar[str] = "cuda"
@@ -133,12 +167,15 @@ class CudaExecutor(Executor):
     )
     implementation: ClassVar[str] = "fused-cuda-sm90"
     advances: ClassVar[bool] = True
+    slots: ClassVar[bool] = True
 
     def __init__(self, keys: int | None = None) -> None:
         if keys not in (None, 64, 128):
             raise KernelError(INVALID_ARGUMENT, f"must be 64 or 128, not {keys}", "keys")
         self._keys = keys
         self._rotary: dict[int, tuple[RotaryTable, Tensor]] = {}
+        self._staging: dict[torch.device, Staging] = {}
+        self._maps: dict[tuple[object, ...], ctypes.Array] = {}
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -157,7 +194,8 @@ class CudaExecutor(Executor):
             )
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         long = bool(len(table.q_indptr) > 1 and np.diff(table.q_indptr).max() * shape.group > NARROW)
-        keys = self._keys or (128 if long and _may_be_wide(shape) else 64)
+        wide = _may_be_wide(shape) and (long or _mostly_shared(table, shape.group))
+        keys = self._keys or (128 if wide else 64)
         heights = (WIDE,) if long or keys == 128 else (NARROW, WIDE)
         return PlanParameters(
             group=shape.group,
@@ -167,99 +205,104 @@ class CudaExecutor(Executor):
             boxes=keys // table.page_size,
             window=shape.window,
             min_chunk=256 // keys,
-            work_cost=128 // keys,
+            work_cost=256 // keys,
             run_cost=1,
         )
 
     def load(self, plan: FusedPlan) -> None:
-        arrays, device, shape = plan.arrays, plan.device, plan.shape
+        arrays, shape = plan.arrays, plan.shape
         if plan.rotary is not None and plan.rotary.rotary_dim % 16:
             raise KernelError(
                 UNSUPPORTED, f"takes multiples of 16, not {plan.rotary.rotary_dim}", "rotary_dim"
             )
-        host = _Upload()
-        names = ["entries", "runs", "deltas", "merge_rows", "merge_indptr", "merge_parts"]
-        places = {name: host.add(getattr(arrays, name)) for name in names}
-        places["tails"] = host.add(arrays.tails)
-        places["step"] = host.add(np.zeros(1, np.int32))
-        of_class = [
-            {
-                "slots": host.add(_slots(c, plan.table.q_positions)),
-                "works": host.add(_works(c, arrays)),
-                "work_indptr": host.add(c.work_indptr),
-            }
-            for c in arrays.classes
-        ]
-        ints = host.to(device)
-        base = ints.data_ptr()
+        slot = plan.slot or PlanSlot(plan.device, staging=self._staging_to(plan.device), least=0)
+        merge_rows, tails = _padded(plan) if plan.slot else (len(arrays.merge_rows), len(arrays.tails))
+        slot.load(_lists(plan, merge_rows, tails), max(arrays.num_parts, 1), shape.group, shape.head_dim)
+        key = _graph_key(plan, slot, merge_rows, tails)
+        launches = slot.kept.get(key)
+        if launches is None:
+            launches = slot.kept[key] = self._launches(plan, slot, merge_rows, tails)
+        plan.loaded.update(slot=slot, load=slot.loads, launches=launches)
+        if plan.slot is not None:
+            plan.loaded["graph_key"] = key
+
+    def run(
+        self, plan: FusedPlan, q: Tensor, kv_layer: Tensor, *, sinks: Tensor | None, return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        launches, slot = self._current(plan), plan.loaded["slot"]
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        lse2 = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        sinks = None if sinks is None else sinks.to(q.device, torch.float32).contiguous()
+        stream = torch.cuda.current_stream(q.device).cuda_stream
+        kv_map = self._map_of(kv_layer)
+        for kernel, grid, smem_bytes, params in launches.attend:
+            params.kv[:] = kv_map
+            params.q, params.out = q.data_ptr(), out.data_ptr()
+            params.lse2_out = 0 if lse2 is None else lse2.data_ptr()
+            params.sinks = 0 if sinks is None else sinks.data_ptr()
+            kernel.launch((grid, 1, 1), (THREADS, 1, 1), smem_bytes, stream, params)
+        if launches.merge is not None:
+            merge_parts(launches.merge, slot.o_part, slot.lse2_part, out, lse2, sinks, stream=stream)
+        return out, lse2
+
+    def advance(self, plan: FusedPlan) -> None:
+        launches, slot = self._current(plan), plan.loaded["slot"]
+        entries = slot.ints("entries", plan.arrays.entries.size).view(-1, 4)
+        advance(entries, launches.tails, launches.step, plan.table.page_size)
+
+    def _current(self, plan: FusedPlan) -> Launches:
+        """The launches of a plan. Raises: KernelError (invalid_argument) where another one took its slot."""
+        if plan.loaded["slot"].loads != plan.loaded["load"]:
+            raise KernelError(INVALID_ARGUMENT, "another plan was loaded into its slot since", "plan")
+        launches: Launches = plan.loaded["launches"]
+        return launches
+
+    def _launches(self, plan: FusedPlan, slot: PlanSlot, merge_rows: int, tails: int) -> Launches:
+        arrays, shape, device = plan.arrays, plan.shape, plan.device
         rotary = self._rotary_on(plan.rotary, device)
-        parts = (max(arrays.num_parts, 1), shape.group)
-        o_part = torch.empty(*parts, shape.head_dim, dtype=torch.float32, device=device)
-        lse2_part = torch.empty(parts, dtype=torch.float32, device=device)
-        lists = [ints[places[n] : places[n] + getattr(arrays, n).size] for n in names[3:]]
-        launches = []
-        for c, at in zip(arrays.classes, of_class, strict=True):
-            geometry = Geometry(c.rows_per_tile, plan.table.page_size, arrays.boxes, shape.head_dim)
+        attend = []
+        for c in arrays.classes:
+            rows = c.rows_per_tile
+            geometry = Geometry(rows, plan.table.page_size, arrays.boxes, shape.head_dim)
             kernel = driver.kernel(
                 "attend", "attend", macros(geometry, shape, plan.rotary, plan.dtype), device.index
             )
             params = AttendParams(
-                o_part=o_part.data_ptr(),
-                lse2_part=lse2_part.data_ptr(),
+                o_part=slot.o_part.data_ptr(),
+                lse2_part=slot.lse2_part.data_ptr(),
                 rotary=0 if rotary is None else rotary.data_ptr(),
                 score_scale=shape.scale / shape.softcap if shape.softcap else shape.scale * LOG2E,
                 cap_log2=(shape.softcap or 0.0) * LOG2E,
                 rotary_length=0 if plan.rotary is None else plan.rotary.length,
                 window=min(shape.window or 0, 2**30),  # no position is larger
                 num_kv_heads=shape.num_kv_heads,
-                **{n: base + 4 * places[n] for n in ("entries", "runs", "deltas", "step")},
-                **{n: base + 4 * at[n] for n in at},
+                **{name: slot.address(name) for name in ("entries", "runs", "deltas", "step")},
+                **{name: slot.address(f"{name}{rows}") for name in ("slots", "works", "work_indptr")},
             )
-            grid = (len(c.work_indptr) - 1) // geometry.streams
-            launches.append((kernel, grid, geometry.smem_bytes, params))
-        plan.loaded.update(
-            ints=ints,
-            places=places,
-            merge=MergeLists(*lists),
-            o_part=o_part,
-            lse2_part=lse2_part,
-            rotary=rotary,
-            launches=launches,
-            maps={},
-        )
-
-    def run(
-        self, plan: FusedPlan, q: Tensor, kv_layer: Tensor, *, sinks: Tensor | None, return_lse: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        loaded, arrays = plan.loaded, plan.arrays
-        q = q.contiguous()
-        out = torch.empty_like(q)
-        lse2 = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        sinks = None if sinks is None else sinks.to(q.device, torch.float32).contiguous()
-        stream = torch.cuda.current_stream(q.device).cuda_stream
-        kv_map = self._map_of(loaded["maps"], kv_layer)
-        for kernel, grid, smem_bytes, params in loaded["launches"]:
-            params.kv[:] = kv_map
-            params.q, params.out = q.data_ptr(), out.data_ptr()
-            params.lse2_out = 0 if lse2 is None else lse2.data_ptr()
-            params.sinks = 0 if sinks is None else sinks.data_ptr()
-            kernel.launch((grid, 1, 1), (THREADS, 1, 1), smem_bytes, stream, params)
-        if len(arrays.merge_rows):
-            merge_parts(
-                loaded["merge"], loaded["o_part"], loaded["lse2_part"], out, lse2, sinks, stream=stream
+            attend.append((kernel, _grid(c), geometry.smem_bytes, params))
+        merge = None
+        if merge_rows:
+            merge = MergeLists(
+                slot.ints("merge_rows", merge_rows),
+                slot.ints("merge_indptr", merge_rows + 1),
+                slot.ints("merge_parts", len(arrays.merge_parts)),
+                split_of(len(arrays.merge_parts), len(arrays.merge_rows)),
             )
-        return out, lse2
-
-    def advance(self, plan: FusedPlan) -> None:
-        ints, places, arrays = plan.loaded["ints"], plan.loaded["places"], plan.arrays
-        entries, tails, step = (
-            ints[places[name] : places[name] + size]
-            for name, size in (("entries", arrays.entries.size), ("tails", arrays.tails.size), ("step", 1))
+        if plan.slot is not None:
+            prepare(device.index)
+        return Launches(
+            tuple(attend), merge, slot.ints("tails", 2 * tails).view(-1, 2), slot.ints("step", 1), rotary
         )
-        advance(entries.view(-1, 4), tails.view(-1, 2), step, plan.table.page_size)
 
     def temp_bytes(self, plan: FusedPlan) -> int:
-        return plan.loaded["o_part"].nbytes + plan.loaded["lse2_part"].nbytes
+        return 4 * plan.arrays.num_parts * plan.shape.group * (plan.shape.head_dim + 1)
+
+    def _staging_to(self, device: torch.device) -> Staging:
+        """What plans without a slot are uploaded from."""
+        if device not in self._staging:
+            self._staging[device] = Staging(device)
+        return self._staging[device]
 
     def _rotary_on(self, table: RotaryTable | None, device: torch.device) -> Tensor | None:
         """float32 [length, R/2, 2], cos and sin side by side; kept as long as the executor."""
@@ -271,11 +314,13 @@ class CudaExecutor(Executor):
             self._rotary[id(table)] = held
         return held[1]
 
-    def _map_of(self, maps: dict[tuple[int, int], ctypes.Array], kv_layer: Tensor) -> ctypes.Array:
+    def _map_of(self, kv_layer: Tensor) -> ctypes.Array:
         """The tensor map of a layer's pages, [pages, 2 * Hkv, page size, D] in boxes of [page size, 64]."""
-        key = (kv_layer.data_ptr(), kv_layer.shape[0])
-        found = maps.get(key)
+        key = (kv_layer.data_ptr(), kv_layer.shape, kv_layer.dtype)
+        found = self._maps.get(key)
         if found is None:
+            if len(self._maps) >= MAX_MAPS:
+                self._maps.clear()
             pages, _, heads, page, dim = kv_layer.shape
             size = kv_layer.element_size()
             raw = driver.tensor_map(
@@ -287,7 +332,7 @@ class CudaExecutor(Executor):
                 swizzle_128b=True,
                 l2_bytes=0,
             )
-            found = maps[key] = (ctypes.c_uint64 * 16).from_buffer_copy(raw)
+            found = self._maps[key] = (ctypes.c_uint64 * 16).from_buffer_copy(raw)
         return found
 
 
@@ -296,6 +341,15 @@ def _may_be_wide(shape: AttentionShape) -> bool:
     return (
         shape.head_dim == 128 and shape.group in (2, 4, 8) and shape.window is None and shape.softcap is None
     )
+
+
+def _mostly_shared(table: SegmentTable, group: int) -> bool:
+    """Whether a page has on average more query rows than a tile of the lower height takes."""
+    most = NARROW // group
+    if table.num_sequences <= most:
+        return False
+    readers = np.bincount(table.extents[:, PAGE])
+    return len(table.extents) > most * np.count_nonzero(readers)
 
 
 def _slots(c: PlanClass, q_positions: np.ndarray) -> np.ndarray:
@@ -310,26 +364,68 @@ def _works(c: PlanClass, arrays: PlanArrays) -> np.ndarray:
     return np.concatenate((c.works, runs[:, None], arrays.runs[runs]), 1)
 
 
-class _Upload:
-    """Integer arrays side by side, each at a multiple of 16 bytes, for one copy to the device."""
+def _lists(plan: FusedPlan, merge_rows: int, tails: int) -> dict[str, Listed]:
+    """A plan's lists as a slot takes them, those of absent tile heights too: their places are then there already."""
+    arrays = plan.arrays
+    lists: dict[str, Listed] = {
+        "step": (np.zeros(1, np.int32), 1),
+        "tails": (arrays.tails, 2 * tails),
+        "merge_rows": (arrays.merge_rows, merge_rows),
+        "merge_indptr": (arrays.merge_indptr, merge_rows + 1),
+    }
+    heights = {c.rows_per_tile: c for c in arrays.classes}
+    for rows in (NARROW, WIDE):
+        c = heights.get(rows)
+        for name, array in (
+            ("slots", _NONE if c is None else _slots(c, plan.table.q_positions)),
+            ("works", _NONE if c is None else _works(c, arrays)),
+            ("work_indptr", _NONE if c is None else c.work_indptr),
+        ):
+            lists[f"{name}{rows}"] = (array, array.size)
+    for name in ("runs", "deltas", "merge_parts", "entries"):
+        array = getattr(arrays, name)
+        lists[name] = (array, array.size)
+    return lists
 
-    def __init__(self) -> None:
-        self._arrays: list[tuple[int, np.ndarray]] = []
-        self._length = 0
 
-    def add(self, array: np.ndarray) -> int:
-        """Offset in int32 where the array will be."""
-        at = self._length
-        self._arrays.append((at, array))
-        self._length = (at + array.size + 3) // 4 * 4
-        return at
+_NONE = np.zeros(0, np.int32)
 
-    def to(self, device: torch.device) -> Tensor:
-        host = torch.empty(max(self._length, 4), dtype=torch.int32, pin_memory=device.type == "cuda")
-        view = host.numpy()
-        for at, array in self._arrays:
-            view[at : at + array.size] = array.reshape(-1)
-        return host.to(device, non_blocking=True)
+
+def _padded(plan: FusedPlan) -> tuple[int, int]:
+    """Lengths of the lists of merged rows and of tails in a slot: few different ones, since grids depend on them."""
+    arrays, table = plan.arrays, plan.table
+    merged, tails = len(arrays.merge_rows), len(arrays.tails)
+    if merged > MERGE_ROWS:
+        merged = -(-merged // MERGE_ROWS) * MERGE_ROWS
+    elif merged:
+        merged = min(_bucket(table.num_rows * plan.shape.num_kv_heads), MERGE_ROWS)
+    return merged, max(_bucket(tails), TAILS)
+
+
+def _bucket(count: int) -> int:
+    """The next power of two."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def _grid(c: PlanClass) -> int:
+    """CTAs of a height: WIDE // rows workers share one."""
+    return (len(c.work_indptr) - 1) // (WIDE // c.rows_per_tile)
+
+
+def _graph_key(plan: FusedPlan, slot: PlanSlot, merge_rows: int, tails: int) -> Hashable:
+    arrays = plan.arrays
+    return (
+        slot,
+        slot.generation,
+        plan.shape,
+        plan.rotary,
+        plan.dtype,
+        plan.table.page_size,
+        arrays.boxes,
+        tuple((c.rows_per_tile, _grid(c)) for c in arrays.classes),
+        (merge_rows, split_of(len(arrays.merge_parts), len(arrays.merge_rows))) if merge_rows else None,
+        tails,
+    )
 
 
 def variants() -> Iterable[driver.Variant]:

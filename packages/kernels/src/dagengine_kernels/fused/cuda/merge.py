@@ -45,13 +45,15 @@ class MergeLists:
 
     Attributes:
         rows: [J]; entries past the plan's own may be -1 and are passed over.
-        indptr: [J + 1].
+        indptr: [J + 1]; what belongs to such entries is not read.
         parts: indices into the first axis of the partial results.
+        split: how many warps share a row, 1, 2 or 4; None chooses by the lengths of `parts` and `rows`.
     """
 
     rows: Tensor
     indptr: Tensor
     parts: Tensor
+    split: int | None = None
 
     @classmethod
     def load(cls, arrays: PlanArrays, device: torch.device) -> MergeLists:
@@ -89,8 +91,7 @@ def merge_parts(
     _check(o_part, lse2_part, out, lse2, sinks)
     if num_rows == 0:
         return
-    average = len(lists.parts) / num_rows
-    split = 1 if average <= FEW_PARTS else 2 if average <= 2 * FEW_PARTS else 4
+    split = lists.split or split_of(len(lists.parts), num_rows)
     params = _Params(
         o_part=o_part.data_ptr(),
         lse2_part=lse2_part.data_ptr(),
@@ -109,6 +110,12 @@ def merge_parts(
     found.launch(
         (-(-num_rows * group * split // WARPS), 1, 1), (WARPS * 32, 1, 1), 0, stream, params, pdl=pdl
     )
+
+
+def split_of(num_parts: int, num_rows: int) -> int:
+    """How many warps share a row where `num_rows` rows have `num_parts` parts in all."""
+    average = num_parts / num_rows
+    return 1 if average <= FEW_PARTS else 2 if average <= 2 * FEW_PARTS else 4
 
 
 @functools.cache

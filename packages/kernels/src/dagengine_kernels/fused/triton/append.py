@@ -34,7 +34,7 @@ def append(
     Args:
         k, v: [T, Hkv, D] unrotated; any strides of the first two axes.
         positions: int64 [T] stored positions, in [0, rotary.length).
-        slots: int64 [T], page * page_size + row; distinct.
+        slots: int64 [T], page * page_size + row, distinct; negative ones are passed over.
         rotary: None stores k as it is.
         kv_layer: [pages, 2, Hkv, page_size, D] contiguous, written in place.
         k_norm: applied to k before its rotation.
@@ -108,9 +108,10 @@ def append_kernel(
     head = tl.program_id(1)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     real = (t < tokens)[:, None]
-    # Rows past the last token do as it does, and are not stored.
+    # Rows past the last token do as it does, and are not stored; nor are those without a slot.
     t = tl.minimum(t, tokens - 1).to(tl.int64)
     slot = tl.load(slots + t)
+    real = real & (slot >= 0)[:, None]
     to = kv_layer + (((slot // PAGE) * (2 * HKV) + head) * PAGE + slot % PAGE)[:, None] * D
     c = tl.arange(0, C)
     d = tl.arange(0, 2 * C)

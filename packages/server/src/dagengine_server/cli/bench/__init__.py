@@ -1,4 +1,4 @@
-"""`dagengine bench`: measurements of one model on this machine, each beside its baseline."""
+"""`dagengine bench`: measurements on this machine, each beside its baseline."""
 
 from .command import app
 

@@ -24,11 +24,14 @@ class Transformers:
     """`AutoModelForCausalLM` and its `generate`, greedy, with its own cache.
 
     Args:
+        device: where the engine runs, as torch names it.
         on_thread: runs a function on the thread to measure on, and waits for it.
     """
 
-    def __init__(self, folder: str, dtype: str, on_thread: Callable[[Callable[[], Any]], Any]) -> None:
-        self._on_thread = on_thread
+    def __init__(
+        self, folder: str, dtype: str, device: str, on_thread: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        self._on_thread, self._device = on_thread, device
         on_thread(lambda: self._load(folder, dtype))
 
     def _load(self, folder: str, dtype: str) -> None:
@@ -36,7 +39,8 @@ class Transformers:
         library.logging.set_verbosity_error()
         library.logging.disable_progress_bar()
         self._library = library
-        self._model: Any = library.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        model: Any = library.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self._model = model if self._device == "cpu" else model.to(self._device)
         self._model.generation_config.eos_token_id = None
 
     def generate(self, ids: Sequence[int], tokens: int) -> tuple[list[float], list[int]]:
@@ -50,6 +54,8 @@ class Transformers:
 
     def _generate(self, ids: Sequence[int], tokens: int) -> tuple[list[float], list[int]]:
         batch = self._library.BatchEncoding({"input_ids": [list(ids)]}, tensor_type="pt")
+        if self._device != "cpu":
+            batch = batch.to(self._device)
         batch["attention_mask"] = batch["input_ids"].new_ones(batch["input_ids"].shape)
         clock = _Clock()
         begin = time.perf_counter()

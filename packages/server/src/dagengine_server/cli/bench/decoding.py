@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from .baseline import Transformers
-from .probe import Probe, Trace
+from .probe import Probe
 from .record import Figure
 from .settings import Settings
 
@@ -71,7 +71,7 @@ def together(probe: Probe, count: int, settings: Settings) -> float:
     """Tokens a second of `count` requests while each of them is past its first and before its last token."""
     tokens = settings.answer + 1
     requests = [probe.request(probe.ids(settings.prompt), tokens=tokens) for _ in range(count)]
-    traces = probe.run(requests, [Trace() for _ in requests])
+    traces = probe.run(requests)
     begin, end = max(t.sampled[0] for t in traces), min(t.sampled[-1] for t in traces)
     assert begin < end, "the streams never ran together; ask for longer answers"
     return sum(begin < at <= end for trace in traces for at in trace.sampled) / (end - begin)

@@ -13,6 +13,7 @@ from .record import Figure
 from .settings import Settings
 
 COMPARED_WITH = ("reference", "naive")
+COMPARISONS = 3
 
 
 def measure_backends(probe: Probe, settings: Settings, backends: Sequence[str]) -> list[Figure]:
@@ -28,25 +29,44 @@ def measure_backends(probe: Probe, settings: Settings, backends: Sequence[str]) 
         first = repeat % len(backends)
         for name in (*backends[first:], *backends[:first]):
             probe.temp_bytes(reset=True)
-            trace = probe.generate(
-                question, context=order, tokens=settings.decode + 1, backend=name, logits=True
-            )
+            trace = probe.generate(question, context=order, tokens=settings.decode + 1, backend=name)
             if repeat >= 0:
                 traces[name].append(trace)
                 temporary[name] = max(temporary[name], probe.temp_bytes()[name])
-    compared = next((name for name in COMPARED_WITH if name in backends), backends[0])
     figures = []
     for name in backends:
         found = _stages(settings.merge_case, name, traces[name])
         found.append(Figure.count(settings.merge_case, name, "temporary bytes", temporary[name], "B"))
-        shared = settings.visible * probe.token_bytes
+        shared = settings.visible * probe.costs.kv_bytes
         found.append(Figure.count(settings.merge_case, name, "shared KV bytes", shared, "B"))
-        difference = max(map(_difference, traces[name], traces[compared]))
-        delta = Figure.count(settings.merge_case, name, "max |delta logit|", difference, "logit")
-        found.append(delta.against(compared, 0.0))
         figures += [_beside(figure, name, traces, settings) for figure in found]
     _release(states)
     return figures
+
+
+def measure_differences(probe: Probe, settings: Settings, backends: Sequence[str]) -> list[Figure]:
+    """The largest difference of any logit, by backend, over the same fragments in orders that change.
+
+    The probe observes logits; its fragments are those of `measure_backends` where both begin with one seed.
+    """
+    states = probe.prefill([probe.ids(settings.fragment_length) for _ in range(settings.fragments)])
+    compared = next((name for name in COMPARED_WITH if name in backends), backends[0])
+    worst = dict.fromkeys(backends, 0.0)
+    for _ in range(min(COMPARISONS, settings.repeats)):
+        order, question = probe.shuffled(states), probe.ids(settings.question)
+        traces = {
+            name: probe.generate(question, context=order, tokens=settings.decode + 1, backend=name)
+            for name in backends
+        }
+        for name in backends:
+            worst[name] = max(worst[name], _difference(traces[name], traces[compared]))
+    _release(states)
+    return [
+        Figure.count(settings.merge_case, name, "max |delta logit|", worst[name], "logit").against(
+            compared, 0.0
+        )
+        for name in backends
+    ]
 
 
 def measure_first_token(probe: Probe, settings: Settings, baseline: Transformers | None) -> list[Figure]:

@@ -1,10 +1,16 @@
-"""An engine that is watched: when each token was sampled, from which logits, with how many pages in use."""
+"""An engine that is watched: when the host knew each token, from which logits, with how many pages in use.
+
+It speaks token ids alone: no tokenizer is loaded, so that no text is made of random ids, and every token has an event
+of its own. Times are those of events; logits are looked at only by an engine that was made for it, since whoever looks
+at them may hold the engine back.
+"""
 
 from __future__ import annotations
 
+import gc
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -12,40 +18,28 @@ from typing import Any
 from dagengine import LLM, DagError, EngineConfig, Keep, SamplingParams, State
 from dagengine.build import build_core
 from dagengine.core import EngineCore
-from dagengine.request import Choice, Request
+from dagengine.devices import describe
+from dagengine.request import Choice, Event, Request, TokenEvent
+from dagengine.state import ContextItem
 
-LOWEST_ID = 100
+from .costs import Costs
+from .latency import Stream
+from .lengths import LOWEST_ID
 
 
 @dataclass
-class Trace:
+class Trace(Stream):
     """One watched request.
 
     Attributes:
-        begin: when it was submitted, seconds of `time.perf_counter`.
-        sampled: when the logits of each sampled token were there.
-        logits: [vocab] of each sampled token, if asked for.
-        pages: pages in use at each sampled token, if asked for.
+        want_pages: whether to note the pages in use at each token.
+        logits: [vocab] of each sampled token, where the probe observes them.
     """
 
-    want_logits: bool = False
     want_pages: bool = False
-    begin: float = 0.0
-    end: float = 0.0
-    sampled: list[float] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     choice: Choice | None = None
-
-    @property
-    def intervals_s(self) -> list[float]:
-        """Between sampled tokens; the first token, which ends the prefill, is not one of them."""
-        return [b - a for a, b in zip(self.sampled, self.sampled[1:], strict=False)]
-
-    @property
-    def decode_rate(self) -> float:
-        """Tokens a second after the first."""
-        return (len(self.sampled) - 1) / (self.sampled[-1] - self.sampled[0])
 
 
 class Probe:
@@ -53,30 +47,56 @@ class Probe:
 
     Args:
         options: fields of `EngineConfig`.
+        observe: keep the logits of every sampled token.
     """
 
-    def __init__(self, model: str, *, seed: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: str, *, seed: int, options: Mapping[str, Any], observe: bool = False) -> None:
         self._watched: dict[str, Trace] = {}
-        self.core: EngineCore = build_core(model, EngineConfig(**options), observer=self._observe)
+        self.core: EngineCore = build_core(
+            model, EngineConfig(**options), observer=self._observe if observe else None, text=False
+        )
         self.llm = LLM(core=self.core)
+        # As `dagengine serve` does it: full collections would walk all that was loaded.
+        gc.collect()
+        gc.freeze()
         self._random = random.Random(seed)
         self._highest_id = min(self.core.geometry.vocab_size, 1 << 20)
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one page of KV over all layers."""
-        geometry = self.core.geometry
-        numbers = sum(2 * g.num_kv_heads * g.head_dim * len(g.layers) for g in geometry.groups)
-        size = {"float64": 8, "bfloat16": 2, "float16": 2}.get(self.core.config.dtype, 4)
-        return numbers * size * self.core.config.page_size
+    def costs(self) -> Costs:
+        """What a step of this model reads and computes."""
+        return Costs.of(self.core.geometry, self.core.config.dtype)
 
     @property
-    def token_bytes(self) -> int:
-        return self.page_bytes // self.core.config.page_size
+    def page_bytes(self) -> int:
+        """Bytes of one page of KV over all layers."""
+        return self.costs.kv_bytes * self.core.config.page_size
+
+    @property
+    def device(self) -> tuple[str, dict[str, str]]:
+        """The GPU in words, and versions that belong to it; nothing for a CPU."""
+        return describe(self.core.attention.device)
+
+    def usable(self, backends: Sequence[str], report: Callable[[str], None]) -> list[str]:
+        """Those of the backends that can run the model here; of the others the reason is reported."""
+        found = []
+        for name in backends:
+            refused = self.llm.engine.call(lambda core, name=name: core.attention.why_not(name)).result()
+            if refused is None:
+                found.append(name)
+            else:
+                report(f"{name} is left out: {refused}")
+        return found
+
+    def read_bandwidth(self) -> list[float]:
+        """Bytes a second that the device reads, in several trials; measured between steps."""
+        from dagengine.ceilings import read_bandwidth
+
+        return self.llm.engine.call(lambda core: read_bandwidth(core.attention.device)).result()
 
     def ids(self, count: int) -> list[int]:
         """Random token ids; no two calls give the same ones."""
-        return [self._random.randrange(LOWEST_ID, self._highest_id) for _ in range(count)]
+        return self._random.choices(range(LOWEST_ID, self._highest_id), k=count)
 
     def shuffled(self, states: Sequence[State]) -> list[State]:
         """The same states in a new order."""
@@ -86,36 +106,42 @@ class Probe:
         states: list[State] = self.llm.prefill(list(inputs))
         return states
 
-    def run(self, requests: Sequence[Request], traces: Sequence[Trace]) -> list[Trace]:
+    def run(self, requests: Sequence[Request], traces: Sequence[Trace] | None = None) -> list[Trace]:
         """Run requests at once and fill in their traces. Raises DagError where one is refused or fails."""
-        for request, trace in zip(requests, traces, strict=True):
+        found = [Trace() for _ in requests] if traces is None else list(traces)
+        for request, trace in zip(requests, found, strict=True):
             self._watched[request.id] = trace
         begin = time.perf_counter()
-        events = self.llm.run(requests)
+        try:
+            events = self.llm.run(requests, self._receive)
+        finally:
+            for request in requests:
+                self._watched.pop(request.id, None)
         end = time.perf_counter()
-        for event, trace in zip(events, traces, strict=True):
-            del self._watched[event.request_id]
+        for event, trace in zip(events, found, strict=True):
             if event.error is not None:
                 raise event.error
             trace.begin, trace.end, trace.choice = begin, end, event.choices[0]
-        return list(traces)
+        return found
 
     def generate(
         self,
         ids: Sequence[int],
         *,
-        context: Sequence[State] = (),
+        context: Sequence[ContextItem] = (),
         tokens: int = 1,
         backend: str | None = None,
-        logits: bool = False,
-        keep: bool = False,
+        fresh: bool = True,
     ) -> Trace:
-        """One greedy answer of exactly `tokens` tokens. Raises DagError where its own input was reused."""
-        request = self.request(ids, context=context, tokens=tokens, backend=backend, keep=keep)
-        trace = self.run([request], [Trace(want_logits=logits)])[0]
+        """One greedy answer of exactly `tokens` tokens.
+
+        Args:
+            fresh: hold that of its own input nothing was there already. Raises DagError otherwise.
+        """
+        trace = self.run([self.request(ids, context=context, tokens=tokens, backend=backend)])[0]
         assert trace.choice is not None
         dag = trace.choice.dag
-        if dag.reused != dag.visible:
+        if fresh and dag.reused != dag.visible:
             raise DagError("internal", f"{dag.reused} tokens were reused where {dag.visible} are cached")
         return trace
 
@@ -123,14 +149,23 @@ class Probe:
         self,
         ids: Sequence[int],
         *,
-        context: Sequence[State] = (),
+        context: Sequence[ContextItem] = (),
         tokens: int = 1,
         backend: str | None = None,
         keep: bool = False,
+        position: str | None = None,
+        temperature: float = 0.0,
+        seed: int | None = None,
     ) -> Request:
-        sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        """A request for exactly `tokens` tokens."""
+        sampling = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True, seed=seed)
         return self.llm.request(
-            list(ids), sampling, context=context, backend=backend, keep=Keep() if keep else None
+            list(ids),
+            sampling,
+            context=context,
+            position=position,
+            backend=backend,
+            keep=Keep() if keep else None,
         )
 
     def temp_bytes(self, *, reset: bool = False) -> dict[str, int]:
@@ -140,7 +175,14 @@ class Probe:
         return self.llm.engine.call(lambda core: core.store.stats().pages_live).result()
 
     def close(self) -> None:
+        """Stop the engine and give its memory back."""
+        from dagengine.ceilings import release_memory
+
         self.llm.close()
+        device = self.core.attention.device
+        del self.core, self.llm
+        gc.unfreeze()
+        release_memory(device)
 
     def __enter__(self) -> Probe:
         return self
@@ -150,13 +192,17 @@ class Probe:
     ) -> None:
         self.close()
 
+    def _receive(self, event: Event) -> None:
+        """Runs on the engine's thread."""
+        trace = self._watched.get(event.request_id)
+        if trace is None or not isinstance(event, TokenEvent):
+            return
+        trace.tell(time.perf_counter(), len(event.token_ids))
+        if trace.want_pages:
+            trace.pages.append(self.core.store.stats().pages_live)
+
     def _observe(self, request_id: str, index: int, offset: int, logits: Any) -> None:
         """Runs on the engine's thread, before sampling."""
         trace = self._watched.get(request_id)
-        if trace is None:
-            return
-        trace.sampled.append(time.perf_counter())
-        if trace.want_logits:
+        if trace is not None:
             trace.logits.append(logits.clone())
-        if trace.want_pages:
-            trace.pages.append(self.core.store.stats().pages_live)

@@ -74,58 +74,66 @@ class Verdict:
         return f"{'≥' if self.bar.at_least else '≤'} {number(self.bar.limit)} {self.bar.unit}".strip()
 
 
-def _ratio(figure: Figure) -> float:
+def ratio_of(figure: Figure) -> float:
     assert figure.ratio is not None
     return figure.ratio
 
 
-def _times_sooner(figure: Figure) -> float:
-    return 1 / _ratio(figure)
+def times_sooner(figure: Figure) -> float:
+    return 1 / ratio_of(figure)
 
 
-def _value(figure: Figure) -> float:
+def value_of(figure: Figure) -> float:
     return figure.value
 
 
 BARS = (
     Bar(
         "single-stream decode against transformers generate",
-        "1 stream", "decode rate", "transformers", _ratio, 1.0, "x", True,
+        "1 stream", "decode rate", "transformers", ratio_of, 1.0, "x", True,
     ),
-    Bar("16 streams against one", "16 streams", "decode rate", "one stream", _ratio, 5.0, "x", True),
+    Bar("16 streams against one", "16 streams", "decode rate", "one stream", ratio_of, 5.0, "x", True),
     Bar(
         "first token over 16 x 256 cached fragments in a new order against a plain prefill by transformers",
-        "16 fragments x 256", "first token", "transformers", _times_sooner, 40.0, "x sooner", True,
+        "16 fragments x 256", "first token", "transformers", times_sooner, 40.0, "x sooner", True,
     ),
     Bar(
         "the same against one contiguous cached state of that length",
-        "16 fragments x 256", "first token", "one contiguous state", _ratio, 1.25, "x its time", False,
+        "16 fragments x 256", "first token", "one contiguous state", ratio_of, 1.25, "x its time", False,
     ),
     Bar(
         "compile and layout of 100 segments",
-        "100 segments", "compile and layout", None, _value, 1.0, "ms", False,
+        "100 segments", "compile and layout", None, value_of, 1.0, "ms", False,
     ),
     Bar(
         "compile and layout of 1,000 segments",
-        "1000 segments", "compile and layout", None, _value, 10.0, "ms", False,
+        "1000 segments", "compile and layout", None, value_of, 10.0, "ms", False,
     ),
     Bar(
         "time per node in a chain of 10,000 against one of 1,000 (linear)",
-        "chain of 10000", "add and compile, per node", "chain of 1000", _ratio, 1.5, "x", False,
+        "chain of 10000", "add and compile, per node", "chain of 1000", ratio_of, 1.5, "x", False,
     ),
     Bar(
         "KV of 32 readers of one 4k state against one copy and own tails",
-        "32 readers", "KV bytes in use", "one copy and own tails", _ratio, 1.02, "x", False,
+        "32 readers", "KV bytes in use", "one copy and own tails", ratio_of, 1.02, "x", False,
+    ),
+    Bar(
+        "KV of 64 readers of one 32k state against one copy and own tails",
+        "64 readers of one state of 32768", "KV bytes in use", "one copy and own tails", ratio_of, 1.02, "x", False,
+    ),
+    Bar(
+        "a step of 64 readers of one 32k state against a step of one",
+        "64 readers of one state of 32768", "time per token", "one reader", ratio_of, 1.3, "x", False,
     ),
 )  # fmt: skip
 
 
-def verdicts(figures: Sequence[Figure]) -> list[Verdict]:
-    return [Verdict(bar, bar.find(figures)) for bar in BARS]
+def verdicts(figures: Sequence[Figure], bars: Sequence[Bar] = BARS) -> list[Verdict]:
+    return [Verdict(bar, bar.find(figures)) for bar in bars]
 
 
-def markdown(figures: Sequence[Figure], where: Circumstances, title: str) -> str:
-    """The page: circumstances, bars, and every figure."""
+def markdown(figures: Sequence[Figure], where: Circumstances, title: str, bars: Sequence[Bar] = BARS) -> str:
+    """The page: circumstances, bars if there are any, and every figure."""
     versions = ", ".join(f"{name} {version}" for name, version in where.versions.items())
     lines = [
         f"# {title}",
@@ -138,15 +146,12 @@ def markdown(figures: Sequence[Figure], where: Circumstances, title: str) -> str
         "Each figure is the median of n samples; a baseline was measured in the same run, in turns. "
         "`ratio` is value / baseline. This page is generated from the JSON lines beside it.",
         "",
-        "## Bars",
-        "",
-        "| bar | goal | measured | |",
-        "|---|---|---|---|",
-        *(f"| {v.bar.title} | {v.goal} | {v.measured} | {v.word} |" for v in verdicts(figures)),
-        "",
-        "## Figures",
-        "",
     ]
+    if bars:
+        lines += ["## Bars", "", "| bar | goal | measured | |", "|---|---|---|---|"]
+        lines += [f"| {v.bar.title} | {v.goal} | {v.measured} | {v.word} |" for v in verdicts(figures, bars)]
+        lines.append("")
+    lines += ["## Figures", ""]
     for case in dict.fromkeys(figure.case for figure in figures):
         lines += [f"### {case}", "", _row(COLUMNS), _row(["---"] * len(COLUMNS))]
         lines += [_row(_cells(figure)) for figure in figures if figure.case == case]

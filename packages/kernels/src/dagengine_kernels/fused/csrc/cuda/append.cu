@@ -1,16 +1,16 @@
 // K and V of new tokens into pages: optional RMS norm of k, rotation at the stored position, one rounding.
 //
 // LANES threads take a token and some of its heads, one after another; a warp takes the same heads of several tokens, so
-// that it writes neighbouring rows of a page. The rows of blocks after those of the kv heads norm q. Configured by
-// rotary.cuh, NORM_K, NORM_Q (0 or 1), BATCH (heads under way), STREAMING (stores pass by L2) and FINE (rows of the fine
-// table).
+// that it writes neighbouring rows of a page. The rows of blocks after those of the kv heads norm q, or only make it
+// contiguous. Configured by rotary.cuh, NORM_K, WITH_Q, NORM_Q (0 or 1), BATCH (heads under way), STREAMING (stores pass
+// by L2) and FINE (rows of the fine table).
 #include "rotary.cuh"
 
 struct Params {
     const void* k;             // [T, Hkv, D]
     const void* v;             // [T, Hkv, D]
     void* pages;               // [pages, 2, Hkv, page_size, D]
-    const i64* slots;          // [T], below 2^32
+    const i64* slots;          // [T], below 2^32; negative: K and V of the row go nowhere
     const i64* positions;      // [T], below 2^31; not read without rotation
     const float* table;        // [FINE + length / FINE rounded up, ROTARY_DIM / 2, 2]: 0, 1, .. and 0, FINE, ..
     const float* k_weight;     // [D]
@@ -123,7 +123,9 @@ __device__ void append_kv(const Params& p, int token, bool active, int share, in
         k[n].load(p.k, token * p.k_token + head * p.k_head, lane, active && head < p.kv_heads);
         v[n].load(p.v, token * p.v_token + head * p.v_head, lane, active && head < p.kv_heads);
     }
-    const u32 slot = active ? static_cast<u32>(p.slots[token]) : 0;
+    const i64 place = active ? p.slots[token] : -1;
+    const bool written = place >= 0;
+    const u32 slot = written ? static_cast<u32>(place) : 0;
     Angles angles[ROUNDS];
     if constexpr (ROTARY_DIM > 0) {
         // Two short tables stay in the caches where one row per position would be read from memory.
@@ -149,7 +151,7 @@ __device__ void append_kv(const Params& p, int token, bool active, int share, in
 #pragma unroll
         for (int n = 0; n < BATCH; ++n) {
             const int head = h + n;
-            const bool here = active && head < p.kv_heads;
+            const bool here = written && head < p.kv_heads;
             if constexpr (NORM_K || ROTARY_DIM > 0) {
                 float x[ROUNDS][2][VEC];
                 k[n].unpack(x);
@@ -173,9 +175,9 @@ __device__ void append_kv(const Params& p, int token, bool active, int share, in
     }
 }
 
-__device__ void norm_q(const Params& p, int token, bool active, int share, int lane) {
+__device__ void pass_q(const Params& p, int token, bool active, int share, int lane) {
     Norm norm;
-    norm.load(p.q_weight, lane);
+    if constexpr (NORM_Q) norm.load(p.q_weight, lane);
     for (int h = share * BATCH; h < p.q_heads; h += p.q_rows * BATCH) {
         Head q[BATCH];
 #pragma unroll
@@ -183,10 +185,12 @@ __device__ void norm_q(const Params& p, int token, bool active, int share, int l
             q[n].load(p.q, token * p.q_token + (h + n) * p.q_head, lane, active && h + n < p.q_heads);
 #pragma unroll
         for (int n = 0; n < BATCH; ++n) {
-            float x[ROUNDS][2][VEC];
-            q[n].unpack(x);
-            norm.apply(x, p.q_eps);
-            q[n].pack(x);
+            if constexpr (NORM_Q) {
+                float x[ROUNDS][2][VEC];
+                q[n].unpack(x);
+                norm.apply(x, p.q_eps);
+                q[n].pack(x);
+            }
             q[n].store(p.q_out, (static_cast<i64>(token) * p.q_heads + h + n) * HEAD_DIM, lane, active && h + n < p.q_heads);
         }
     }
@@ -200,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) append(const __grid_con
     const bool active = token < p.tokens;
     if (blockIdx.y < p.kv_rows) {
         append_kv(p, token, active, blockIdx.y, lane);
-    } else if constexpr (NORM_Q) {
-        norm_q(p, token, active, blockIdx.y - p.kv_rows, lane);
+    } else if constexpr (WITH_Q) {
+        pass_q(p, token, active, blockIdx.y - p.kv_rows, lane);
     }
 }

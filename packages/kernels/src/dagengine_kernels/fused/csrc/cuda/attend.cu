@@ -27,7 +27,7 @@ constexpr int O_REGS = D / 2;
 constexpr int STEPS_D = D / 16;
 constexpr int STEPS_K = KEYS / 16;
 constexpr int INVISIBLE = -2147483647 - 1;
-constexpr int LAST = 1, PARTIAL = 2;
+constexpr int LAST = 1, PARTIAL = 2, CHANGES = 4;   // CHANGES: the next tile of the work belongs to another run
 constexpr float NOTHING = -1e30f;                 // m of a row that has seen nothing
 constexpr float SLACK = 8.f;                     // weights reach 2^SLACK before the row is scaled anew
 
@@ -57,11 +57,11 @@ struct Params {
     int num_kv_heads;
 };
 
-struct Header { int flags, run, pos_min, pos_max; };   // of a KV tile; the positions are stored ones
+struct alignas(16) Header { int flags, pos_max, pos_min, run, next_run, padding[3]; };   // of a KV tile; stored positions
 struct Box { int rows, pos0; };                        // LO | HI << 16, stored position of row 0
 
 constexpr int RING_BYTES = STAGES * TILE_BYTES;
-constexpr int META_BYTES = STAGES * (16 + 16 * BOXES);   // a header, and the boxes twice: K's stage and V's are freed apart
+constexpr int META_BYTES = STAGES * (32 + 16 * BOXES);   // a header, and the boxes twice: K's stage and V's are freed apart
 constexpr int SMEM_K = 0, SMEM_V = RING_BYTES, SMEM_META = 2 * RING_BYTES;
 constexpr int SMEM_BARRIERS = (SMEM_META + META_BYTES + 15) / 16 * 16;
 constexpr int SMEM_Q = (SMEM_BARRIERS + 4 * STAGES * 8 + 1023) / 1024 * 1024;
@@ -94,24 +94,25 @@ struct Shared {
 
 __device__ __forceinline__ Shared stream(char* memory, int i) {
     char* mine = memory + i * SMEM_STREAM;
-    Box* boxes = (Box*)(mine + SMEM_META + 16 * STAGES);
+    Box* boxes = (Box*)(mine + SMEM_META + 32 * STAGES);
     return Shared{smem_address(mine), (Header*)(mine + SMEM_META), boxes, boxes + STAGES * BOXES};
 }
 
-// Bring one KV tile, by a whole warp: lane b < BOXES has its entry b.
+// Bring one KV tile, by a whole warp: lane b < BOXES has its entry b; next_run is that of the tile behind it in the work.
 __device__ __forceinline__ void send(
-    const Params& p, const Shared& sh, Ring& ring, int head, const int4& entry, int flags, int lane) {
+    const Params& p, const Shared& sh, Ring& ring, int head, const int4& entry, int next_run, int flags, int lane) {
     const int s = ring.stage, lo = entry.y & 0xFFFF, hi = (u32)entry.y >> 16;
     const bool mine = lane < BOXES, present = mine && hi > lo;
     const int bytes = __popc(__ballot_sync(~0u, present)) * BOX_BYTES;
     const int pos_min = __reduce_min_sync(~0u, present ? entry.z + lo : 2147483647);
     const int pos_max = __reduce_max_sync(~0u, present ? entry.z + hi - 1 : INVISIBLE);
     if (__any_sync(~0u, mine && hi - lo != PAGE)) flags |= PARTIAL;
+    if (next_run != entry.w) flags |= CHANGES;
     barrier_wait(sh.k_empty(s), ring.parity ^ 1);
     if (mine) sh.k_boxes[s * BOXES + lane] = Box{entry.y, entry.z};
     __syncwarp();
     if (lane == 0) {
-        sh.headers[s] = Header{flags, entry.w, pos_min, pos_max};
+        sh.headers[s] = Header{flags, pos_max, pos_min, entry.w, next_run};
         barrier_expect(sh.k_full(s), bytes);
     }
     __syncwarp();
@@ -150,23 +151,20 @@ __device__ __forceinline__ void produce(const Params& p, const Shared& sh, int w
             const u32 filled = __ballot_sync(~0u, (u32)loaded.y >> 16 > (loaded.y & 0xFFFF));
             for (int t = 0; t < tiles; ++t) {
                 if (!(filled >> (t * BOXES) & ((1u << BOXES) - 1))) continue;
-                if (have) send(p, sh, ring, head, pending, 0, lane);
-                have = true;
                 const int from = t * BOXES + lane % BOXES;
+                if (have) send(p, sh, ring, head, pending, __shfl_sync(~0u, loaded.w, t * BOXES), 0, lane);
+                have = true;
                 pending.x = __shfl_sync(~0u, loaded.x, from);
                 pending.y = __shfl_sync(~0u, loaded.y, from);
                 pending.z = __shfl_sync(~0u, loaded.z, from);
                 pending.w = __shfl_sync(~0u, loaded.w, from);
             }
         }
-        send(p, sh, ring, head, pending, LAST, lane);
+        send(p, sh, ring, head, pending, pending.w, LAST, lane);
     }
 }
 
-template <int GROUP_INDEX>
-__device__ __forceinline__ void group_sync() {
-    asm volatile("bar.sync %0, 128;" ::"n"(GROUP_INDEX + 1) : "memory");
-}
+__device__ __forceinline__ void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
 #include "attend_query.cuh"
 
@@ -270,8 +268,7 @@ __device__ __forceinline__ bool softmax(
 #pragma unroll
         for (int i = 0; i < 4; ++i) top[i] = fmaxf(top[i], s[4 * n + i]);
     float top0 = fmaxf(top[0], top[1]), top1 = fmaxf(top[2], top[3]);
-    const float slack = SLACK / unit;
-    const bool grows = __any_sync(~0u, (r0.reach >= 0 && top0 > r0.m + slack) || (r1.reach >= 0 && top1 > r1.m + slack));
+    const bool grows = __any_sync(~0u, top0 > r0.limit || top1 > r1.limit);
     if (grows) {
         top0 = quad_max(top0);
         top1 = quad_max(top1);
@@ -282,14 +279,15 @@ __device__ __forceinline__ bool softmax(
         r1.m = m1;
         r0.l *= alpha0;
         r1.l *= alpha1;
+        set_exponents(r0, unit);
+        set_exponents(r1, unit);
     }
-    const float base0 = r0.reach < 0 ? MINUS_INF : -r0.m * unit, base1 = r1.reach < 0 ? MINUS_INF : -r1.m * unit;
     float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int n = 0; n < S_REGS / 4; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            s[4 * n + i] = exp2_fast(fmaf(s[4 * n + i], unit, i < 2 ? base0 : base1));
+            s[4 * n + i] = exp2_fast(fmaf(s[4 * n + i], unit, i < 2 ? r0.base : r1.base));
             sum[i] += s[4 * n + i];
         }
     r0.l += sum[0] + sum[1];
@@ -320,38 +318,39 @@ __device__ __forceinline__ void weighted(float (&o)[O_REGS], const u32 (&a)[STEP
     for (int j = 0; j < STEPS_K; ++j) mma<1>(o, a[j], descriptor(values + j * 128), 1);
 }
 
-// V of a tile is in shared memory, and nothing of it that is outside the slices.
-template <int GROUP_INDEX>
-__device__ __forceinline__ void receive_v(const Shared& sh, const Ring& at, int flags, int thread) {
-    barrier_wait(sh.v_full(at.stage), at.parity);
+// Of V of a tile that has arrived, nothing stays that is outside the slices.
+__device__ __forceinline__ void clean_v(const Shared& sh, const Ring& at, int flags, int thread, int group) {
     if (flags & PARTIAL) {
         zero_outside(sh.v(at.stage), sh.v_boxes + at.stage * BOXES, thread);
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        group_sync<GROUP_INDEX>();
+        group_sync(group);
     }
 }
 
 __device__ __forceinline__ void mask_if_cut(
-    float (&s)[S_REGS], const Params& p, const Header& h, const Box* boxes, const Row& r0, const Row& r1, int t) {
-    bool cut = (h.flags & PARTIAL) || (r0.reach >= 0 && h.pos_max > r0.reach) || (r1.reach >= 0 && h.pos_max > r1.reach);
+    float (&s)[S_REGS], const Params& p, const Header& h, const Box* boxes, const Row& r0, const Row& r1, const Sight& sight, int t) {
+    bool cut = (h.flags & PARTIAL) || h.pos_max > sight.low;
 #if WINDOW
-    cut |= (r0.reach >= 0 && h.pos_min <= r0.reach - p.window) || (r1.reach >= 0 && h.pos_min <= r1.reach - p.window);
+    cut |= h.pos_min <= sight.high - p.window;
 #endif
-    if (__any_sync(~0u, cut)) mask(s, p, boxes, r0.reach, r1.reach, t);
+    if (cut) mask(s, p, boxes, r0.reach, r1.reach, t);
 }
 
-__device__ __forceinline__ void pack_weights(u32 (&weights)[STEPS_K][4], const float (&s)[S_REGS], bool idle) {
+__device__ __forceinline__ void pack_weights(u32 (&weights)[STEPS_K][4], const float (&s)[S_REGS]) {
 #pragma unroll
     for (int j = 0; j < STEPS_K; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int n = 2 * j + (i >> 1);
-            weights[j][i] = idle ? 0 : pack(s[4 * n + 2 * (i & 1)], s[4 * n + 2 * (i & 1) + 1]);
+            weights[j][i] = pack(s[4 * n + 2 * (i & 1)], s[4 * n + 2 * (i & 1) + 1]);
         }
 }
 
-__device__ __forceinline__ bool none_visible(const Row& r0, const Row& r1) {
-    return !__any_sync(~0u, r0.reach >= 0 || r1.reach >= 0);
+__device__ __forceinline__ void clear(u32 (&weights)[STEPS_K][4]) {
+#pragma unroll
+    for (int j = 0; j < STEPS_K; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) weights[j][i] = 0;
 }
 
 // Have what the next work begins with near.
@@ -364,8 +363,20 @@ __device__ __forceinline__ void prefetch_work(const Params& p, const Work& work,
     }
 }
 
-template <int GROUP_INDEX>
-__device__ __forceinline__ void consume(const Params& p, const Shared& sh, int worker, int first_slab, int thread) {
+// Go on with another run: turn q. What of it a warp sees is for all its lanes.
+__device__ __forceinline__ void enter(
+    const Params& p, u32 (&a)[STEPS_D][4], const Unrotated& unrotated, Row& r0, Row& r1, Sight& sight, float unit, int t) {
+    turn_rows(p, a, unrotated, r0, r1, t);
+    set_exponents(r0, unit);
+    set_exponents(r1, unit);
+    sight.low = (int)__reduce_min_sync(~0u, min((u32)r0.reach, (u32)r1.reach));   // -1 is the largest of them
+#if WINDOW
+    sight.high = __reduce_max_sync(~0u, max(r0.reach, r1.reach));
+#endif
+}
+
+__device__ __forceinline__ void consume(
+    const Params& p, const Shared& sh, int worker, int first_slab, int thread, int group) {
     const int lane = thread & 31, t = lane & 3, g = lane >> 2, slab = first_slab + (thread >> 5);
     const int step = *p.step;
     const Unrotated unrotated{sh.base + SMEM_Q + first_slab * 16 * D * 2 + thread * 16};
@@ -392,62 +403,62 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
             for (int i = 0; i < 4; ++i) a[j][i] = 0;
 #pragma unroll
         for (int i = 0; i < O_REGS; ++i) o[i] = 0.f;
-        int run = work.run, ahead = -1, ahead0 = -1, ahead1 = -1;
-        r0.reach = reach_of(p, r0, make_int2(work.delta, work.vec));
-        r1.reach = PAIRED ? r0.reach : reach_of(p, r1, make_int2(work.delta, work.vec));
-        turn_rows(p, a, unrotated, r0, r1, t);
-        // A warp of which no row sees this run takes part in the products only, with weights of 0.
-        bool idle = none_visible(r0, r1);
+        int ahead0 = reach_of(p, r0, make_int2(work.delta, work.vec));
+        int ahead1 = PAIRED ? ahead0 : reach_of(p, r1, make_int2(work.delta, work.vec));
+        Sight sight;
+        r0.reach = ahead0;
+        r1.reach = ahead1;
+        enter(p, a, unrotated, r0, r1, sight, unit, t);
 
         barrier_wait(sh.k_full(ring.stage), ring.parity);
         Header header = sh.headers[ring.stage];
-        if (header.run != run) {   // tiles reserved for growth came first
-            run = header.run;
-            r0.reach = reach_of(p, r0, p.runs[run]);
-            r1.reach = reach_of(p, r1, p.runs[run]);
-            turn_rows(p, a, unrotated, r0, r1, t);
-            idle = none_visible(r0, r1);
+        if (header.run != work.run) {   // tiles reserved for growth came first
+            const int2 found = p.runs[header.run];
+            r0.reach = reach_of(p, r0, found);
+            r1.reach = PAIRED ? r0.reach : reach_of(p, r1, found);
+            enter(p, a, unrotated, r0, r1, sight, unit, t);
         }
         mma_fence();
         scores(s, a, sh.k(ring.stage));
         mma_commit();
         mma_wait<0>();
         hold(s);
-        if (!idle) mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, t);
+        // A warp of which no row sees this run takes part in the products only, with weights of 0.
+        if (!sight.idle()) mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, sight, t);
         __syncwarp();
         if (lane == 0) barrier_arrive(sh.k_empty(ring.stage));
-        if (!idle) softmax(p, s, r0, r1, alpha0, alpha1, unit);
-        pack_weights(weights, s, idle);
+        if (sight.idle()) {
+            clear(weights);
+        } else {
+            softmax(p, s, r0, r1, alpha0, alpha1, unit);
+            pack_weights(weights, s);
+        }
         Ring behind = ring;
         ring.next();
+        bool known = false;   // where the next run is seen has been looked up
 
-        bool known = false;   // the next tile's K is known to be there
         while (!(header.flags & LAST)) {
-            receive_v<GROUP_INDEX>(sh, behind, header.flags, thread);
-            if (!known) barrier_wait(sh.k_full(ring.stage), ring.parity);
+            const int before = header.flags;
+            barriers_wait(sh.v_full(behind.stage), behind.parity, sh.k_full(ring.stage), ring.parity);
             header = sh.headers[ring.stage];
-            Ring next = ring;
-            next.next();
-            known = false;
+            clean_v(sh, behind, before, thread, group);
             hold(o);
-            if (header.run == run) {
+            if (!(before & CHANGES)) {
                 mma_fence();
                 scores(s, a, sh.k(ring.stage));
                 mma_commit();
                 weighted(o, weights, sh.v(behind.stage));
                 mma_commit();
-                if (header.flags & LAST) {
-                    if (w + 1 < end_work) prefetch_work(p, p.works[w + 1], slab, g, t, step);
-                } else if (__all_sync(~0u, barrier_done(sh.k_full(next.stage), next.parity))) {
-                    known = true;
-                    const int coming = sh.headers[next.stage].run;
-                    if (coming != run) {   // look its positions up, and have its rotations near, while the products run
-                        ahead = coming;
-                        const int2 found = p.runs[ahead];
+                if (header.flags & (LAST | CHANGES)) {   // have what comes next near while the products run
+                    if (header.flags & CHANGES) {
+                        const int2 found = p.runs[header.next_run];
                         ahead0 = reach_of(p, r0, found);
                         ahead1 = PAIRED ? ahead0 : reach_of(p, r1, found);
                         prefetch_turn(p, ahead0, t);
                         if (!PAIRED) prefetch_turn(p, ahead1, t);
+                        known = true;
+                    } else if (w + 1 < end_work) {
+                        prefetch_work(p, p.works[w + 1], slab, g, t, step);
                     }
                 }
                 mma_wait<1>();
@@ -455,36 +466,36 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
                 mma_fence();
                 weighted(o, weights, sh.v(behind.stage));
                 mma_commit();
-                run = header.run;
-                if (ahead != run) {
-                    const int2 found = p.runs[run];
+                if (!known) {
+                    const int2 found = p.runs[header.run];
                     ahead0 = reach_of(p, r0, found);
                     ahead1 = PAIRED ? ahead0 : reach_of(p, r1, found);
                 }
+                known = false;
                 r0.reach = ahead0;
-                r1.reach = PAIRED ? ahead0 : ahead1;
-                turn_rows(p, a, unrotated, r0, r1, t);
-                idle = none_visible(r0, r1);
+                r1.reach = ahead1;
+                enter(p, a, unrotated, r0, r1, sight, unit, t);
                 mma_fence();
                 scores(s, a, sh.k(ring.stage));
                 mma_commit();
                 mma_wait<0>();
             }
             hold(s);
-            bool grows = false;
-            if (!idle) mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, t);
+            if (!sight.idle()) mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, sight, t);
             __syncwarp();
             if (lane == 0) barrier_arrive(sh.k_empty(ring.stage));
-            if (!idle) grows = softmax(p, s, r0, r1, alpha0, alpha1, unit);
+            bool grows = false;
+            if (!sight.idle()) grows = softmax(p, s, r0, r1, alpha0, alpha1, unit);
             mma_wait<0>();
             hold(o);
             if (lane == 0) barrier_arrive(sh.v_empty(behind.stage));
-            pack_weights(weights, s, idle);
+            if (sight.idle()) clear(weights); else pack_weights(weights, s);
             if (grows) rescale(o, alpha0, alpha1);
             behind = ring;
-            ring = next;
+            ring.next();
         }
-        receive_v<GROUP_INDEX>(sh, behind, header.flags, thread);
+        barrier_wait(sh.v_full(behind.stage), behind.parity);
+        clean_v(sh, behind, header.flags, thread, group);
         hold(o);
         mma_fence();
         weighted(o, weights, sh.v(behind.stage));
@@ -502,7 +513,7 @@ __device__ __forceinline__ void consume(const Params& p, const Shared& sh, int w
 // gives its registers away and produces: warp i for stream i.
 extern "C" __global__ void __launch_bounds__(384, 1) attend(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) char memory[];
-    const int group = threadIdx.x >> 7, warp = threadIdx.x >> 5;
+    const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), group = warp >> 2;   // known to be the same in a warp
     if (threadIdx.x == 0) {
         for (int i = 0; i < STREAMS; ++i) {
             const Shared sh = stream(memory, i);
@@ -523,12 +534,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend(const __grid_constan
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (warp - 8 < STREAMS)
             produce(p, stream(memory, warp - 8), blockIdx.x * STREAMS + warp - 8, threadIdx.x & 31);
-    } else if (group == 0) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        consume<0>(p, stream(memory, 0), blockIdx.x * STREAMS, 0, threadIdx.x & 127);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        constexpr int SECOND = STREAMS - 1;   // the stream of the second group
-        consume<1>(p, stream(memory, SECOND), blockIdx.x * STREAMS + SECOND, 4 * (CONSUMERS - 1), threadIdx.x & 127);
+        const int mine = CONSUMERS == 1 ? group : 0;   // the stream of this warpgroup
+        consume(p, stream(memory, mine), blockIdx.x * STREAMS + mine, CONSUMERS == 1 ? 0 : 4 * group, threadIdx.x & 127, group);
     }
 }

@@ -28,7 +28,20 @@ struct Row {
     int position;        // view position
     int reach;           // the last stored position that it sees in the current run; -1: nothing
     float m, l;          // the reference of the exponents, at most SLACK below the largest score so far; the sum
+    float limit, base;   // in this run: the score from which m has to grow, and -m in units of the exponent
 };
+
+// What a warp's rows see of the current run: the smallest and the largest stored position up to which one does.
+struct Sight {
+    int low, high;
+    __device__ __forceinline__ bool idle() const { return low < 0; }   // no row sees anything
+};
+
+// For a row that does not see the run m never grows, and every weight is 0.
+__device__ __forceinline__ void set_exponents(Row& row, float unit) {
+    row.limit = row.reach < 0 ? -MINUS_INF : row.m + SLACK / unit;
+    row.base = row.reach < 0 ? MINUS_INF : -row.m * unit;
+}
 
 __device__ __forceinline__ Row make_row(const Params& p, int tile, int slab, int g, int which, int step) {
     Row row;

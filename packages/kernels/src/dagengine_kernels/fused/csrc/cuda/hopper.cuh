@@ -25,12 +25,12 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
         "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra wait;\n}\n" ::"r"(bar), "r"(parity) : "memory");
 }
-__device__ __forceinline__ bool barrier_done(u32 bar, u32 parity) {
-    u32 done;
+// Two barriers at the cost of one, when both are done.
+__device__ __forceinline__ void barriers_wait(u32 one, u32 one_parity, u32 other, u32 other_parity) {
     asm volatile(
-        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(done) : "r"(bar), "r"(parity) : "memory");
-    return done;
+        "{\n.reg .pred a, b;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 a, [%0], %1;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 b, [%2], %3;\nand.pred a, a, b;\n"
+        "@!a bra wait;\n}\n" ::"r"(one), "r"(one_parity), "r"(other), "r"(other_parity) : "memory");
 }
 __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 bar, int column, int head, int page) {
     asm volatile(

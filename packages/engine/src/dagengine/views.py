@@ -1,0 +1,104 @@
+"""What the work of a batch sees, as a segment table, built from what was known at the step before.
+
+Knows pages and positions; not tensors. Of a chain of own tokens only the pages that are new since the last time are
+asked for.
+
+    own page i of a chain   | 0 ············ page_size |    view positions own_start + i * page_size ..
+                            seen up to the end of the chunk: only the last page is cut
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dagengine_kernels import DELTA, HI, LO, PAGE, STORED, SegmentTable
+
+from .work import Extents, Work
+
+
+@dataclass(eq=False)
+class _Own:
+    """Extents of a chain's own pages as if all were full.
+
+    Attributes:
+        context: what the chain read then; another object after its pages were taken and others given to it.
+        pages: the pages, `extents` [pages or more, 5].
+    """
+
+    context: Extents
+    pages: list[int]
+    extents: Extents
+
+
+class Views:
+    """
+    Args:
+        page_size, num_pages: of the arena.
+    """
+
+    def __init__(self, page_size: int, num_pages: int) -> None:
+        self._page_size, self._num_pages = page_size, num_pages
+        self._own: WeakKeyDictionary[Work, _Own] = WeakKeyDictionary()
+
+    def table(
+        self, works: Sequence[Work], counts: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> SegmentTable:
+        """The segment table of the next tokens of each work, whose slots were given already.
+
+        Args:
+            counts: int64 [B], how many tokens each.
+            positions: int64 [T], their view positions.
+        """
+        size = self._page_size
+        pieces: list[Extents] = []
+        for work, count in zip(works, counts.tolist(), strict=True):
+            pieces.append(work.context)
+            pieces.append(self._own_pages(work, work.computed + count))
+        lengths = np.array([len(piece) for piece in pieces], np.int32)
+        extent_indptr = _indptr(lengths[::2] + lengths[1::2])
+        extents = np.concatenate(pieces)
+        ends = np.array([work.computed for work in works]) + counts
+        extents[extent_indptr[1:] - 1, HI] = ends - (lengths[1::2].astype(np.int64) - 1) * size
+        return SegmentTable(
+            q_indptr=_indptr(counts),
+            q_positions=positions,
+            extent_indptr=extent_indptr,
+            extents=extents,
+            page_size=size,
+            num_pages=self._num_pages,
+            sequence_ids=tuple(work.id for work in works),
+            static_extents=lengths[::2].copy(),
+        )
+
+    def _own_pages(self, work: Work, end: int) -> Extents:
+        """Extents of the pages that own tokens [0, end) are in, all as if full."""
+        size, pages = self._page_size, work.writer.pages
+        count = -(-end // size)
+        own = self._own.get(work)
+        if own is None or own.context is not work.context or own.pages != pages[: len(own.pages)]:
+            own = self._own[work] = _Own(work.context, [], np.empty((0, 5), np.int32))
+        known = len(own.pages)
+        if known < count:
+            if len(own.extents) < count:
+                grown = np.empty((max(16, 2 * count), 5), np.int32)
+                grown[:known] = own.extents[:known]
+                own.extents = grown
+            new = own.extents[known:count]
+            found = np.array(work.writer.extents(known * size, end), np.int32).reshape(-1, 4)
+            assert len(found) == count - known, f"own pages cover fewer than {end} tokens"
+            new[:, PAGE], new[:, STORED] = found[:, 0], found[:, 3]
+            new[:, LO], new[:, HI] = 0, size
+            new[:, DELTA] = work.own_start + size * np.arange(known, count) - found[:, 3]
+            own.pages = pages[:count]
+        return own.extents[:count]
+
+
+def _indptr(counts: NDArray[np.integer]) -> NDArray[np.int32]:
+    indptr = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr

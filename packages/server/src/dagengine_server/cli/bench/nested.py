@@ -1,0 +1,198 @@
+"""`dagengine bench nested`: a judge over candidates that were just generated, as states and as text.
+
+    as states      the judge reads the shared prompt and an artifact of every candidate; of its own it has a question
+    prefix reuse   the same tokens as a plain prompt: the shared prompt's pages are found again, and the candidates,
+                   which were sampled behind other tokens than those that now precede them, are computed again
+
+Both judge the same candidates, of a full length each, in the same order. Nothing is cropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..console import say
+from . import arguments
+from .arguments import Common, counts
+from .publish import publish
+from .record import Figure, circumstances, command_line
+from .report import Bar, times_sooner
+
+if TYPE_CHECKING:
+    from dagengine import State
+
+    from .probe import Probe, Trace
+
+FAN_OUTS = (1, 2, 4, 8, 16, 24)
+LENGTHS = (256,)
+TASK = 8
+AS_STATES, REUSE = "judge's first token, as states", "prefix reuse"
+WIDE, NARROW = "llama-3.1-8b, 24 candidates x 256", "llama-3.1-8b, 1 candidates x 256"
+BARS = (
+    Bar(
+        "judge over 24 x 256 against prefix reuse",
+        WIDE,
+        AS_STATES,
+        REUSE,
+        times_sooner,
+        20.0,
+        "x sooner",
+        True,
+    ),
+    Bar(
+        "judge over 1 x 256 against prefix reuse",
+        NARROW,
+        AS_STATES,
+        REUSE,
+        times_sooner,
+        1.0,
+        "x sooner",
+        True,
+    ),
+)
+
+
+def nested(
+    common: Common,
+    fan_out: Annotated[
+        list[int] | None, typer.Option(help="candidates, repeatable  [default: 1, 2, 4, 8, 16, 24]")
+    ] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(help="tokens of a candidate, repeatable  [default: 256]")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="of the candidates")] = 0.5,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens that all share")] = 512,
+    question: Annotated[int, typer.Option(min=1, help="own tokens of the judge")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="of new candidates, each judged both ways")] = 10,
+) -> None:
+    """A judge's first token over generated candidates: read as states, against a prompt with prefix reuse alone."""
+    from .probe import Probe
+
+    fans, lengths = counts(fan_out, FAN_OUTS, "fan_out"), counts(length, LENGTHS, "length")
+    say(str(common.threads))
+    where = circumstances(command_line("nested"), common.threads.count)
+    page = common.page_size
+    candidate = -(-(max(lengths) + TASK) // page) * page
+    room = 3 * (prompt + question + page + max(fans) * candidate)
+    figures: list[Figure] = []
+    with common.folder() as model:
+        say(f"loading {common.label}")
+        engine = common.engine(tokens=room, sequences=max(fans) + 1)
+        with Probe(model, seed=common.seed, options=engine) as probe:
+            for fan, size in itertools.product(fans, lengths):
+                say(f"measuring {fan} candidates of {size}")
+                sizes = f"{fan} candidates x {size}, prompt {prompt}, question {question}"
+                case = f"{common.label}, {sizes}, temperature {temperature:g}"
+                runs = _Judging(probe, fan, size, prompt, question, temperature)
+                figures += runs.measure(case, repeats)
+            device = probe.device
+    publish("nested", figures, where.on(*device), common.destination, BARS)
+
+
+command = arguments.command(nested)
+
+
+class _Judging:
+    """New candidates for every repeat, judged both ways."""
+
+    def __init__(
+        self, probe: Probe, fan: int, length: int, prompt: int, question: int, temperature: float
+    ) -> None:
+        self._probe, self._fan, self._length = probe, fan, length
+        self._question, self._temperature = question, temperature
+        self._prompt = probe.ids(prompt)
+        self._seeds = itertools.count(1)
+
+    def measure(self, case: str, repeats: int) -> list[Figure]:
+        """Each way goes first in every other repeat; the first repeat is a warm-up."""
+        probe, backend = self._probe, self._probe.core.default_backend
+        (shared,) = probe.prefill([self._prompt])
+        inner: list[float] = []
+        states: list[Trace] = []
+        plain: list[Trace] = []
+        for repeat in range(-1, repeats):
+            candidates, seconds = self._candidates(shared)
+            question = probe.ids(self._question)
+            as_states, as_text = self._both_ways(shared, candidates, question, repeat % 2 == 1)
+            for candidate in candidates:
+                candidate[0].release()
+            if repeat >= 0:
+                inner.append(seconds)
+                states.append(as_states)
+                plain.append(as_text)
+        shared.release()
+
+        def first(metric: str, traces: list[Trace]) -> Figure:
+            return Figure.of(case, backend, metric, [t.ttft * 1e3 for t in traces], "ms")
+
+        def query(metric: str, traces: list[Trace]) -> Figure:
+            both = [(s + t.ttft) * 1e3 for s, t in zip(inner, traces, strict=True)]
+            return Figure.of(case, backend, metric, both, "ms")
+
+        def computed(metric: str, traces: list[Trace]) -> Figure:
+            found = [
+                t.choice.dag.input + t.choice.dag.visible - t.choice.dag.reused for t in traces if t.choice
+            ]
+            return Figure.of(case, backend, metric, found, "tokens")
+
+        text = first("judge's first token, prefix reuse", plain)
+        whole = query("candidates and judge, prefix reuse", plain)
+        again = computed("judge's tokens computed, prefix reuse", plain)
+        seen = len(self._prompt) + self._fan * self._length + self._question
+        return [
+            first(AS_STATES, states).against(REUSE, text.value),
+            text,
+            query("candidates and judge, as states", states).against(REUSE, whole.value),
+            whole,
+            computed("judge's tokens computed, as states", states).against(REUSE, again.value),
+            again,
+            Figure.of(case, backend, "candidates generated", [s * 1e3 for s in inner], "ms"),
+            Figure.count(case, "", "judge's input, nothing cropped", seen, "tokens"),
+        ]
+
+    def _candidates(self, shared: State) -> tuple[list[tuple[State, tuple[int, ...]]], float]:
+        """States and outputs of new candidates, all generated at once, and the seconds that took."""
+        from dagengine.state import make_result
+
+        probe = self._probe
+        requests = [
+            probe.request(
+                probe.ids(TASK),
+                context=[shared],
+                tokens=self._length,
+                temperature=self._temperature,
+                seed=next(self._seeds),
+                keep=True,
+            )
+            for _ in range(self._fan)
+        ]
+        traces = probe.run(requests)
+        found = []
+        for trace in traces:
+            assert trace.choice is not None and len(trace.choice.token_ids) == self._length
+            result = make_result(probe.llm.engine, trace.choice)
+            assert result.state is not None
+            found.append((result.state, result.token_ids))
+        return found, traces[0].end - traces[0].begin
+
+    def _both_ways(
+        self,
+        shared: State,
+        candidates: list[tuple[State, tuple[int, ...]]],
+        question: list[int],
+        text_first: bool,
+    ) -> tuple[Trace, Trace]:
+        probe = self._probe
+        context = [shared, *(state.artifact("output") for state, _ in candidates)]
+        ids = [*self._prompt, *(token for _, output in candidates for token in output), *question]
+        text = probe.generate(ids, fresh=False) if text_first else None
+        as_states = probe.generate(question, context=context)
+        as_text = text or probe.generate(ids, fresh=False)
+        for trace in (as_states, as_text):
+            assert trace.choice is not None
+            dag = trace.choice.dag
+            assert dag.visible + dag.input == len(ids), "both ways see the same tokens"
+        return as_states, as_text

@@ -1,0 +1,65 @@
+"""Where figures go: files, lines of JSON or tables on standard output, and the exit status of a missed bar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import typer
+
+from ..console import print_json, print_table
+from .record import Circumstances, Figure, dump_lines
+from .report import Bar, markdown, number, verdicts
+
+COLUMNS = ("case", "backend", "metric", "value", "unit", "n", "p95", "p99", "baseline", "ratio")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Files for lines of JSON and for a page, if any; whether a missed bar is an error; JSON in place of tables."""
+
+    output: Path | None
+    page: Path | None
+    check: bool
+    as_json: bool
+
+
+def publish(
+    bench: str, figures: Sequence[Figure], where: Circumstances, to: Destination, bars: Sequence[Bar] = ()
+) -> None:
+    """Write and print the figures of one run. Raises typer.Exit where `--check` was asked for and a bar was missed."""
+    named = [replace(figure, bench=bench) for figure in figures]
+    if to.output is not None:
+        to.output.write_text(dump_lines(named, where), encoding="utf-8")
+    if to.page is not None:
+        page = markdown(named, where, f"`dagengine bench {bench}`", bars)
+        to.page.write_text(page, encoding="utf-8")
+    judged = [verdict for verdict in verdicts(named, bars) if verdict.figure is not None]
+    if to.as_json:
+        for figure in named:
+            print_json(asdict(figure) | asdict(where), indent=None)
+    else:
+        print_table("figures", COLUMNS, [_row(figure) for figure in named])
+        if judged:
+            rows = [(v.bar.title, v.goal, v.measured, v.word) for v in judged]
+            print_table("bars", ("bar", "goal", "measured", ""), rows)
+        print(where.hardware)
+    if to.check and any(verdict.word == "FAIL" for verdict in judged):
+        raise typer.Exit(1)
+
+
+def _row(figure: Figure) -> tuple[object, ...]:
+    beside = f"{figure.baseline}: {number(figure.baseline_value)}" if figure.baseline else ""
+    return (
+        figure.case,
+        figure.backend,
+        figure.metric,
+        number(figure.value),
+        figure.unit,
+        figure.n,
+        number(figure.p95),
+        number(figure.p99),
+        beside,
+        number(figure.ratio),
+    )
