@@ -8,12 +8,12 @@
     1 .. 16, batch_invariant      skinny.cu                                up to 8 rows inside     inside
     more, batch_invariant         tiled.cu, with skinny.cu's bits          norm.cu                 inside
 
-Sums are in float32 (cuBLAS adds up parts of them in half or bfloat16 where torch lets it:
-`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`, which is the caller's to set). A normed x is rounded
-to the weight's dtype, and y once, the residual included; only cuBLAS's products of a gated layer are rounded before the
-gate as well. With `batch_invariant` a row's bits depend neither on the number of rows nor on its place among them; that
-costs up to four times cuBLAS's time (`tools/bench/linear`). The RMS norm is that of Zhang and Sennrich, 2019; the gate
-that of Shazeer, 2020.
+Sums are in float32; torch lets cuBLAS round parts of them to half or bfloat16 unless the caller forbids it
+(`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`). A normed x is rounded to the weight's dtype, and
+y once, the residual included; only cuBLAS's products of a gated layer are rounded before the gate as well. With
+`batch_invariant` a row's bits depend neither on the number of rows nor on its place among them; that costs up to four
+times cuBLAS's time (`tools/bench/linear`). The RMS norm is that of Zhang and Sennrich, 2019; the gate that of Shazeer,
+2020.
 """
 
 from __future__ import annotations

@@ -30,11 +30,13 @@ constexpr int PER_THREAD = (VECTORS + NORM_THREADS - 1) / NORM_THREADS;   // of 
 constexpr bool FREE = BLOCKS <= 2;   // whether registers are left for the norm's weights
 static_assert(SUMS <= 32 && WARPS % SPLIT == 0 && DEPTH % 2 == 0);
 
+// Not .nc: such loads the compiler moves behind the wait for the kernel before this one.
 __device__ __forceinline__ uint4 load_weight(const char* from) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from));
+                 : "l"(from)
+                 : "memory");
     return v;
 }
 
