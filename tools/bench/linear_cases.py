@@ -16,7 +16,7 @@ ROWS = (1, 2, 4, 8, 16, 64, 1024)
 INVARIANT_ROWS = (1, 8, 64, 1024)
 """Numbers of rows at which the batch-invariant layers are measured."""
 
-LAYOUTS = {True: ((8, 3), (16, 2), (8, 2)), False: ((8, 2), (12, 2))}
+LAYOUTS = {True: ((8, 3), (16, 2), (8, 2)), False: ((8, 2), (16, 2))}
 """Depths and blocks per SM that a sweep tries with at most 2 rows, and with more."""
 
 QUICK_ROWS = (1, 8, 16, 64, 1024)
@@ -123,22 +123,14 @@ def _invariant(layer: Layer, base: dict[str, int], rows: int, sms: int) -> Kerne
 
 def layouts(layer: Layer, rows: int, sms: int) -> list[gemv.Layout]:
     """The layouts of gemv.cu that fit: what is under way per lane, blocks per SM, tiles per block."""
-    found = (
-        gemv.layout(
-            rows,
-            layer.inputs,
-            layer.out,
-            layer.gated,
-            layer.normed,
-            sms,
-            depth=depth,
-            resident=resident,
-            rounds=rounds,
-        )
-        for depth, resident in LAYOUTS[rows <= 2]
-        for rounds in (1, 2, 4)
-    )
-    return list(dict.fromkeys(one for one in found if one is not None and one.blocks >= 1.9 * sms))
+    given = (rows, layer.inputs, layer.out, layer.gated, layer.normed, sms)
+    found = [gemv.layout(*given)]
+    for depth, resident in LAYOUTS[rows <= 2]:
+        for split, rounds in ((1, 1), (1, 2), (1, 4), (2, 1)):
+            one = gemv.layout(*given, split=split, depth=depth, resident=resident, rounds=rounds)
+            if one is not None and one.blocks >= 1.9 * sms:
+                found.append(one)
+    return list(dict.fromkeys(one for one in found if one is not None))
 
 
 def compile_all(wanted: Iterable[Kernel], arch: str, workers: int) -> int:

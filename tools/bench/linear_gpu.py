@@ -371,7 +371,7 @@ def layouts(run: Run, layer: Layer, rows: int) -> None:
     y = torch.empty(rows, layer.out, dtype=layer.out_dtype, device="cuda")
     default = gemv.layout(rows, layer.inputs, layer.out, layer.gated, layer.normed, run.sms)
     for one in cases.layouts(layer, rows, run.sms):
-        name = f"{one.depth} under way, {one.resident} blocks, {one.rounds} tiles each"
+        name = f"{one.depth} under way, {one.resident} blocks, {one.rounds} tiles, {one.split} warps share"
         name += ", chosen" if one == default else ""
         for pdl in (True, False) if one == default else (True,):
             calls[name + ("" if pdl else ", no overlap")] = [

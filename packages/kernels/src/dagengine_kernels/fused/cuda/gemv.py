@@ -18,8 +18,12 @@ SM_BYTES = 228 * 1024
 BLOCK_BYTES = 1792
 """Of shared memory beside x that a block takes at most, the system's part included."""
 
-NORM_INPUTS = 4096
-"""Up to which a block norms x with the registers of a third of an SM."""
+DEPTH = 16
+RESIDENT = 2
+"""128 KiB per SM under way: what memory needs to be busy."""
+
+MANY_ROWS = 5
+"""From here on the sums leave registers for half as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +65,12 @@ def layout(
     norm: bool,
     sms: int,
     *,
+    split: int | None = None,
     depth: int | None = None,
     resident: int | None = None,
     rounds: int = 1,
 ) -> Layout | None:
-    """The layout for `rows` rows, or None where x does not fit; depth, resident and rounds leave no choice of theirs.
+    """The layout for `rows` rows, or None where x does not fit; the keywords leave no choice of theirs.
 
     The more warps share two weight rows, the more blocks there are: as few as give every SM two blocks.
     """
@@ -73,14 +78,16 @@ def layout(
         return None
     steps = -(-inputs // STEP)
     shared_bytes = rows * steps * STEP * 2
-    resident = resident or (3 if rows <= 2 and not (norm and inputs > NORM_INPUTS) else 2)
     fit = SM_BYTES // (shared_bytes + BLOCK_BYTES)
     if fit == 0:
         return None
+    depth = depth or (DEPTH if rows < MANY_ROWS else DEPTH // 2)
+    resident = min(resident or RESIDENT, fit)
     pairs = outputs if gated else -(-outputs // 2)
-    split = next((s for s in (1, 2, 4) if -(-pairs // (WARPS // s)) >= 1.9 * sms), WARPS)
+    if split is None:
+        split = next((s for s in (1, 2, 4) if -(-pairs // (WARPS // s)) >= 1.9 * sms), WARPS)
     tiles = -(-pairs // (WARPS // split))
-    return Layout(rows, split, depth or 8, min(resident, fit), rounds, tiles, shared_bytes)
+    return Layout(rows, split, depth, resident, rounds, tiles, shared_bytes)
 
 
 def macros(base: dict[str, int], chosen: Layout, inputs: int, norm: bool) -> dict[str, int]:

@@ -27,7 +27,7 @@ constexpr int PADDED = (PER_PART + AHEAD - 1) / AHEAD * AHEAD;
 constexpr bool EXACT = PER_PART * 32 * SPLIT == VECTORS && PADDED == PER_PART;
 constexpr int SUMS = 2 * ROWS;
 constexpr int PER_THREAD = (VECTORS + NORM_THREADS - 1) / NORM_THREADS;   // of the norm
-constexpr bool FREE = BLOCKS <= 2;   // whether registers are left for the norm's weights
+constexpr bool FREE = BLOCKS <= 2 && DEPTH <= 8;   // whether registers are left for the norm's weights
 static_assert(SUMS <= 32 && WARPS % SPLIT == 0 && DEPTH % 2 == 0);
 
 // Not .nc: such loads the compiler moves behind the wait for the kernel before this one.
