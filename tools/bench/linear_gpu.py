@@ -180,7 +180,8 @@ def check(run: Run, layer: Layer, rows: int) -> None:
     plain = distance(by_torch(layer, given, weight), want)
     run.add(Figure.count(layer.case(rows), TORCH, ERROR, plain, "relative L2"))
     for name, built in contenders(layer, given, weight, rows, run.sms):
-        error = distance(built(given.x, given.residual, dtype=layer.out_dtype), want)
+        residual = None if given.residual is None else given.residual.clone()
+        error = distance(built(given.x, residual, dtype=layer.out_dtype), want)
         if error == float("inf"):
             run.faults.append(f"{layer.case(rows)}: {name} gives values that are not finite")
             continue
@@ -192,7 +193,9 @@ def check(run: Run, layer: Layer, rows: int) -> None:
 def contenders(
     layer: Layer, given: Tensors, weight: Tensor, rows: int, sms: int
 ) -> Iterator[tuple[str, CudaLinear]]:
-    make = partial(CudaLinear, weight, norm=given.norm, eps=EPS, gated=layer.gated)
+    make = partial(
+        CudaLinear, weight, norm=given.norm, eps=EPS, gated=layer.gated, over_residual=layer.residual
+    )
     yield OURS, make()
     if rows <= gemv.MAX_ROWS:
         if gemv.layout(rows, layer.inputs, layer.out, layer.gated, layer.normed, sms) is not None:
@@ -276,11 +279,16 @@ def chains(run: Run, rows: Iterable[int], quick: bool) -> None:
     def ours(few_rows: int | None) -> Callable[[Tensor], Tensor]:
         make = partial(CudaLinear, eps=EPS, few_rows=few_rows)
         built = [
-            [make(w, norm=norms[0] if s.normed else None, gated=s.gated) for s, w in block] for block in parts
+            [
+                make(w, norm=norms[0] if s.normed else None, gated=s.gated, over_residual=s.residual)
+                for s, w in block
+            ]
+            for block in parts
         ]
         top = make(last, norm=norms[2])
 
         def forward(x: Tensor) -> Tensor:
+            x = x.clone()
             for a, b, c, d in built:
                 x = b(a(x)[:, : out.inputs], x)
                 x = d(c(x), x)

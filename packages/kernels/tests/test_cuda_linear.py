@@ -328,6 +328,23 @@ def test_values_that_are_not_finite_stay_in_their_rows() -> None:
 
 @pytest.mark.gpu
 @on_gpu
+def test_y_over_the_residual_is_y() -> None:
+    weight = random(1, 512, 512, dtype=torch.bfloat16, scale=1 / 32)
+    apart, over = CudaLinear(weight), CudaLinear(weight, over_residual=True)
+    for rows in (1, 4, 5, 64, 300):
+        x, residual = (random(seed, rows, 512, dtype=torch.bfloat16) for seed in (2, 3))
+        kept = residual.clone()
+        want = apart(x, residual)
+        assert torch.equal(residual, kept)
+        assert torch.equal(over(x, residual.clone()), want)
+        assert torch.equal(over(x, x), apart(x, x))
+        assert torch.equal(x, random(2, rows, 512, dtype=torch.bfloat16))
+    y = over(x, kept)
+    assert y.data_ptr() == kept.data_ptr()
+
+
+@pytest.mark.gpu
+@on_gpu
 def test_no_rows_give_no_rows() -> None:
     layer = CudaLinear(random(1, 8, 64, dtype=torch.bfloat16))
     y = layer(torch.empty(0, 64, dtype=torch.bfloat16, device="cuda"), dtype=torch.float32)

@@ -49,6 +49,7 @@ class CudaLinear:
         eps: of the norm.
         gated: whether y = silu(gate) * up.
         batch_invariant: whether a row's bits are to be the same in every batch.
+        over_residual: whether y may be written over the residual, which saves cuBLAS a copy of it.
         few_rows: up to how many rows gemv.cu is used if x fits, at most gemv.MAX_ROWS; by default those of FEW_ROWS.
             Without effect if `batch_invariant`.
     Raises: KernelError (invalid_argument, or capability_missing where `unavailable` says why).
@@ -63,6 +64,7 @@ class CudaLinear:
         eps: float = 0.0,
         gated: bool = False,
         batch_invariant: bool = False,
+        over_residual: bool = False,
         few_rows: int | None = None,
     ) -> None:
         if weight.ndim != 2 or weight.dtype not in DTYPES or weight.device.type != "cuda":
@@ -92,6 +94,7 @@ class CudaLinear:
             raise KernelError(INVALID_ARGUMENT, message, "few_rows")
         self.num_outputs = rows // 2 if gated else rows
         self._few_rows = few_rows
+        self._over_residual = over_residual
         self.batch_invariant = batch_invariant
         self._layer = Layer(
             weight=_padded(weight, STEP).contiguous(),
@@ -124,7 +127,8 @@ class CudaLinear:
 
         Args:
             x: in the weight's dtype, on its device.
-            residual: [T, out] in y's dtype, added before the rounding.
+            residual: [T, out] in y's dtype, added before the rounding; not to be read any more after a call of a layer
+                made with `over_residual`.
             dtype: of y, x's own or float32; x's own by default.
         Raises: KernelError (invalid_argument).
         """
@@ -197,9 +201,16 @@ class CudaLinear:
                 y += residual
             return y.to(dtype)
         if residual is not None:
+            if self._over_residual and _apart(residual, x):
+                return residual.addmm_(x, weight)
             return torch.addmm(residual, x, weight)
         y = torch.mm(x, weight) if self._bias is None else torch.addmm(self._bias, x, weight)
         return gate.silu_mul(y) if layer.gated else y
+
+
+def _apart(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in memory that was allocated apart."""
+    return a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
 
 
 def _padded(tensor: Tensor, multiple: int) -> Tensor:

@@ -36,10 +36,11 @@ def _layer(geometry: ModelGeometry, source: WeightSource, index: int) -> Decoder
         bias: bool,
         norm: RMSNorm | None = None,
         gated: bool = False,
+        over_residual: bool = False,
     ) -> Linear:
         weight = source.take_fused([f"{n}.weight" for n in names], [(r, columns) for r in rows])
         biases = source.take_fused([f"{n}.bias" for n in names], [(r,) for r in rows]) if bias else None
-        return make_linear(weight, biases, norm=norm, gated=gated)
+        return make_linear(weight, biases, norm=norm, gated=gated, over_residual=over_residual)
 
     def norm(name: str, size: int) -> RMSNorm:
         return RMSNorm(source.take(f"{name}.weight", (size,)), eps)
@@ -54,7 +55,13 @@ def _layer(geometry: ModelGeometry, source: WeightSource, index: int) -> Decoder
                 geometry.attention_bias,
                 norm(f"model.layers.{index}.input_layernorm", hidden),
             ),
-            out=linear((f"{attention}.o_proj",), (hidden,), heads * dim, geometry.attention_out_bias),
+            out=linear(
+                (f"{attention}.o_proj",),
+                (hidden,),
+                heads * dim,
+                geometry.attention_out_bias,
+                over_residual=True,
+            ),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=dim,
@@ -70,6 +77,6 @@ def _layer(geometry: ModelGeometry, source: WeightSource, index: int) -> Decoder
                 norm(f"model.layers.{index}.post_attention_layernorm", hidden),
                 gated=True,
             ),
-            down=linear((f"{mlp}.down_proj",), (hidden,), inner, geometry.mlp_bias),
+            down=linear((f"{mlp}.down_proj",), (hidden,), inner, geometry.mlp_bias, over_residual=True),
         ),
     )
