@@ -77,6 +77,7 @@ class Run:
 def measure(layers: Sequence[Layer], rows: Sequence[int], *, quick: bool, sweep: bool, seconds: float) -> Run:
     """Compile, check, time. Timing stops when `seconds` have passed; the checks do not."""
     started = time.monotonic()
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # as in the engine
     device = torch.cuda.current_device()
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     arch = driver.architecture(torch.cuda.get_device_capability(device))

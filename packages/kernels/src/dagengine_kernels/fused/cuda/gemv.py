@@ -22,6 +22,9 @@ DEPTH = 16
 RESIDENT = 2
 """128 KiB per SM under way: what memory needs to be busy."""
 
+WAVES = 3
+"""Blocks that start as others end even out what memory gives to each SM."""
+
 MANY_ROWS = 5
 """From here on the sums leave registers for half as many."""
 
@@ -68,11 +71,12 @@ def layout(
     split: int | None = None,
     depth: int | None = None,
     resident: int | None = None,
-    rounds: int = 1,
+    rounds: int | None = None,
 ) -> Layout | None:
     """The layout for `rows` rows, or None where x does not fit; the keywords leave no choice of theirs.
 
-    The more warps share two weight rows, the more blocks there are: as few as give every SM two blocks.
+    The more warps share two weight rows, the more blocks there are: as few share as give every SM two blocks. A block
+    takes so many tiles that there are still blocks for WAVES times what fits at once.
     """
     if not 0 < rows <= MAX_ROWS:
         return None
@@ -87,6 +91,8 @@ def layout(
     if split is None:
         split = next((s for s in (1, 2, 4) if -(-pairs // (WARPS // s)) >= 1.9 * sms), WARPS)
     tiles = -(-pairs // (WARPS // split))
+    if rounds is None:
+        rounds = next((n for n in (4, 2) if tiles // n >= WAVES * RESIDENT * sms), 1)
     return Layout(rows, split, depth, resident, rounds, tiles, shared_bytes)
 
 

@@ -40,6 +40,22 @@ __device__ __forceinline__ uint4 load_weight(const char* from) {
     return v;
 }
 
+// 8 elements as floats; bfloat16 by one instruction each.
+__device__ __forceinline__ void widen(const uint4& raw, float (&to)[8]) {
+    if constexpr (DTYPE == 2) {
+        const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            to[2 * i] = __uint_as_float(words[i] << 16);
+            to[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+        }
+    } else {
+        Inputs v;
+        v.raw = raw;
+        v.unpack(to);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) gemv(const __grid_constant__ Params p) {
     let_next_kernel_start();
     extern __shared__ __align__(128) char x[];
@@ -102,17 +118,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) gemv(const __gr
                 const char* at = x + (start + (base + i) * 32) * 16;
 #pragma unroll
                 for (int t = 0; t < ROWS; ++t) {
-                    Inputs v;
-                    v.raw = make_uint4(0, 0, 0, 0);
-                    if (in_part(base + i)) v.raw = *reinterpret_cast<const uint4*>(at + t * X_BYTES);
+                    uint4 raw = make_uint4(0, 0, 0, 0);
+                    if (in_part(base + i)) raw = *reinterpret_cast<const uint4*>(at + t * X_BYTES);
                     float in[8];
-                    v.unpack(in);
+                    widen(raw, in);
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
-                        Inputs of;
-                        of.raw = weight[i][r];
                         float w[8];
-                        of.unpack(w);
+                        widen(weight[i][r], w);
 #pragma unroll
                         for (int j = 0; j < 8; ++j) sum[t][r] = __fmaf_rn(w[j], in[j], sum[t][r]);
                     }
