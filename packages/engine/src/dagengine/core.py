@@ -382,7 +382,12 @@ class EngineCore:
     def _seal_complete(self) -> None:
         """Seal, or end, what is computed and samples nothing more."""
         for work in list(self._scheduler.running):
-            if isinstance(work, Sequence) and work.phase is Phase.RUNNING and work.complete:
+            if (
+                not work.pending
+                and isinstance(work, Sequence)
+                and work.phase is Phase.RUNNING
+                and work.complete
+            ):
                 self._seal(work)
 
     def _append(self, sequence: Sequence, result: Sampled) -> None:

@@ -142,6 +142,8 @@ class Pipeline:
 
 
 def _by_backend(chunks: SequenceOf[Chunk]) -> dict[str, list[Chunk]]:
+    if len({chunk.work.backend for chunk in chunks}) == 1:
+        return {chunks[0].work.backend: list(chunks)}
     groups: dict[str, list[Chunk]] = {}
     for chunk in chunks:
         groups.setdefault(chunk.work.backend, []).append(chunk)
