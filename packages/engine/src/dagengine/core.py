@@ -393,7 +393,7 @@ class EngineCore:
     def _append(self, sequence: Sequence, result: Sampled) -> None:
         self._stats.generated_tokens += 1
         sequence.accept(result)
-        if sequence.writer.num_known < sequence.writer.num_tokens:
+        if sequence.writer.num_unknown:
             sequence.writer.fill([result.token_id])
         event = sequence.take_event()
         if event is not None:

@@ -165,13 +165,13 @@ class Scheduler:
         return budget - budget // 4 if followed else budget
 
     def _spend(self, budget: int) -> None:
-        """Give what those behind a long input could not use back to it."""
-        for work, size in list(self._chunks.values()):
+        """Give what those behind a long input could not use back to it; who got one token found no more or has no more."""
+        for work, size in [chosen for chosen in self._chunks.values() if chosen[1] > 1]:
             more = min(budget, work.remaining - size)
             if not more:
                 continue
             try:
-                work.writer.reserve(size + more)
+                self._take(work.writer, size + more)
             except OutOfPages:
                 continue
             self._chunks[work.id] = (work, size + more)

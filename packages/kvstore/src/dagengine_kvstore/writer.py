@@ -34,7 +34,7 @@ class PageWriter:
         self.page_size = books.page_size
         self._books = books
         self._tokens: list[int] = []
-        self._unknown = 0  # appended behind `_tokens`, not filled
+        self.num_unknown = 0  # appended behind `_tokens`, not filled
         self._committed = 0
         self._content: Context | Prefix = node.context  # of the pages before `_known`
         self._known = 0  # pages whose content is known
@@ -44,7 +44,7 @@ class PageWriter:
     @property
     def num_tokens(self) -> int:
         """Tokens appended, known or not."""
-        return len(self._tokens) + self._unknown
+        return len(self._tokens) + self.num_unknown
 
     @property
     def num_known(self) -> int:
@@ -61,7 +61,7 @@ class PageWriter:
 
     def pages_needed(self, count: int) -> int:
         """Pages that `reserve(count)` would take."""
-        short = len(self._tokens) + self._unknown + count - len(self.pages) * self.page_size
+        short = len(self._tokens) + self.num_unknown + count - len(self.pages) * self.page_size
         return -(-short // self.page_size) if short > 0 else 0
 
     def match(self, tokens: Sequence[int], *, whole: bool = False) -> int:
@@ -161,19 +161,20 @@ class PageWriter:
             KVStoreError `not_reserved` if there are fewer reserved rows than tokens, `not_filled` for known tokens
             behind unknown ones, `invalid_count`.
         """
-        self._check_open()
+        if not self._open:
+            self._check_open()
         if unknown < 0:
             raise KVStoreError("invalid_count", f"unknown must not be negative: {unknown}", field="unknown")
-        if tokens and self._unknown:
-            message = f"{self._unknown} tokens before these are unknown; fill them first"
+        if tokens and self.num_unknown:
+            message = f"{self.num_unknown} tokens before these are unknown; fill them first"
             raise KVStoreError("not_filled", message, field="tokens")
-        begin, count = len(self._tokens) + self._unknown, len(tokens) + unknown
+        begin, count = len(self._tokens) + self.num_unknown, len(tokens) + unknown
         if begin + count > self.capacity:
             room = self.capacity - begin
             raise KVStoreError("not_reserved", f"reserve {count} tokens first, {room} are", field="tokens")
         size, pages = self.page_size, self.pages
         self._tokens.extend(tokens)
-        self._unknown += unknown
+        self.num_unknown += unknown
         if count == 1:
             return [pages[begin // size] * size + begin % size]
         return [pages[offset // size] * size + offset % size for offset in range(begin, begin + count)]
@@ -183,21 +184,23 @@ class PageWriter:
 
         Raises KVStoreError `invalid_count` for more than there are.
         """
-        self._check_open()
-        if len(tokens) > self._unknown:
-            message = f"{self._unknown} tokens are unknown, not {len(tokens)}"
+        if not self._open:
+            self._check_open()
+        if len(tokens) > self.num_unknown:
+            message = f"{self.num_unknown} tokens are unknown, not {len(tokens)}"
             raise KVStoreError("invalid_count", message, field="tokens")
         self._tokens.extend(tokens)
-        self._unknown -= len(tokens)
+        self.num_unknown -= len(tokens)
 
     def commit(self, count: int) -> None:
         """The step that wrote the next `count` appended tokens is done: full pages become reusable.
 
         Raises KVStoreError `invalid_count` for more tokens than were appended, `not_filled` for unknown ones.
         """
-        self._check_open()
+        if not self._open:
+            self._check_open()
         known = len(self._tokens)
-        pending = known + self._unknown - self._committed
+        pending = known + self.num_unknown - self._committed
         if not 0 <= count <= pending:
             raise KVStoreError(
                 "invalid_count", f"{pending} tokens are not committed, not {count}", field="count"
@@ -226,7 +229,7 @@ class PageWriter:
         self._check_open()
         self._drop_pages()
         self._tokens.clear()
-        self._unknown = self._committed = self._known = 0
+        self.num_unknown = self._committed = self._known = 0
         self._content = self.node.context
         self._closed_tail = False
         self._books.note("rollback", self.node)
