@@ -29,6 +29,7 @@ from dagengine_positions import ModelAdapter, ModelGeometry
 from .attention import choose_backend
 from .config import EngineConfig
 from .errors import DagError, as_dag_error
+from .host_time import HostTime
 from .pipeline import Launch, Pipeline
 from .prepare import Preparer, ResolvedRef
 from .request import ContextRef, Event, FinishedEvent, Keep, Request, check_parent, check_request
@@ -287,6 +288,25 @@ class EngineCore:
             for backend in self._backends.values():
                 backend.reset_stats()
         return peaks
+
+    def watch_host(self) -> HostTime:
+        """From now on count how long the device waits for the host between decode steps. Call between requests.
+
+        Raises: DagError `unsupported` where the device is not CUDA: a CPU computes what it is told at once.
+        """
+        device = self.attention.device
+        if device.type != "cuda":
+            raise DagError(
+                "unsupported", f"on a {device.type} steps are computed by the host itself", "device"
+            )
+        self._pipeline.host_time = HostTime()
+        return self._pipeline.host_time
+
+    def unwatch_host(self) -> None:
+        """Stop counting, and count what is done already."""
+        times, self._pipeline.host_time = self._pipeline.host_time, None
+        if times is not None:
+            times.finish()
 
     def take_events(self) -> list[Event]:
         """What happened outside of a step, such as a cancellation."""

@@ -165,7 +165,7 @@ class Scheduler:
         return budget - budget // 4 if followed else budget
 
     def _spend(self, budget: int) -> None:
-        """Give what those behind a long input could not use back to it; who got one token found no more or has no more."""
+        """Give what those behind a long input could not use back to it. Who got one token found, or has, no more."""
         for work, size in [chosen for chosen in self._chunks.values() if chosen[1] > 1]:
             more = min(budget, work.remaining - size)
             if not more:
