@@ -360,7 +360,7 @@ def _chunk(work: Work, size: int) -> Chunk:
     unknown = size - len(known)
     assert unknown <= 1, "at most the token that the step in flight samples is unknown"
     slots = tuple(work.writer.append(known, unknown))
-    samples = begin + size == work.num_tokens and work.wants_logits
+    samples = begin + size == len(work.tokens) + work.pending and work.wants_logits
     return Chunk(work, size, slots, samples, work.pending_row if unknown else None)
 
 

@@ -109,6 +109,8 @@ class Sequence(Work):
     @property
     def most_tokens(self) -> int:
         """Own tokens whose KV may ever be computed."""
+        if self.finish_reason is not None:
+            return len(self.tokens)
         return self.num_input + self.max_tokens - (0 if self.keep else min(1, self.max_tokens))
 
     @property

@@ -173,7 +173,8 @@ class PageWriter:
             room = self.capacity - begin
             raise KVStoreError("not_reserved", f"reserve {count} tokens first, {room} are", field="tokens")
         size, pages = self.page_size, self.pages
-        self._tokens.extend(tokens)
+        if tokens:
+            self._tokens.extend(tokens)
         self.num_unknown += unknown
         if count == 1:
             return [pages[begin // size] * size + begin % size]
