@@ -2,8 +2,8 @@
 
     PYTHONPATH=tools python -m bench.core_host
 
-Scheduling, launch, sampling of greedy rows, collection of the step before, commit and events, in microseconds of CPU: the
-median of all steps, the median of those that were planned anew, and how many those were. Works are out of phase: each
+Scheduling, launch, sampling of greedy rows, collection of the step before, commit and events, in microseconds of CPU:
+the median of all steps, the median of those planned anew, and how many these were. Works are out of phase: each
 needs its next page at another step. What runs is the product but for the model, the graphs and CUDA's own calls (see
 `bench.runner_host`); answers are token ids.
 """
