@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from dagengine.build import assemble, build_core, read_model
 from dagengine.config import EngineConfig
 from dagengine.core import EngineCore, Observer
+from dagengine.devices import find_device
 from dagengine.models.registry import model_class
 from dagengine.request import Choice, ContextRef, FinishedEvent, Keep, Request
 from dagengine.sampling import SamplingParams
@@ -25,21 +27,39 @@ MAX_STEPS = 20_000
 
 
 class LoadedModel:
-    """Weights loaded once, for engine cores of many settings."""
+    """Weights loaded once, for engine cores of many settings.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        device: `cpu` or `cuda`.
+        window: of all layers, whatever the folder says.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        window: int | None = None,
+    ) -> None:
         self.files = read_model(folder)
-        source = SafetensorsSource(folder, dtype=torch.float32, device=torch.device("cpu"))
+        self.geometry, self.device, self.dtype = self.files.geometry, find_device(device), dtype
+        if window is not None:
+            groups = tuple(replace(group, window=window) for group in self.geometry.groups)
+            self.geometry = replace(self.geometry, groups=groups)
+        source = SafetensorsSource(folder, dtype=dtype, device=self.device)
         with Closing(source) as tensors:
-            self.model = model_class(self.files.geometry.architecture).load(self.files.geometry, tensors)
-        self.tokenizer = Tokenizer(folder)
+            self.model = model_class(self.geometry.architecture).load(self.geometry, tensors)
+        self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
 
     def core(self, config: EngineConfig, observer: Observer) -> EngineCore:
         return assemble(
             self.model,
-            self.files.geometry,
+            self.geometry,
             config,
             identity="shared",
+            dtype=self.dtype,
+            device=self.device,
             eos_token_ids=self.files.eos_token_ids,
             tokenizer=self.tokenizer,
             observer=observer,
@@ -49,6 +69,8 @@ class LoadedModel:
 class Driver:
     """An engine core, of a folder or of weights that are loaded already.
 
+    A folder's model runs on the CPU, unless `options` say where, in float32.
+
     Attributes:
         logits: request id to own offset (of the token that the logits follow) to logits [vocab].
         check_every_step: whether the store counts its pages again after each step.
@@ -57,7 +79,7 @@ class Driver:
     def __init__(self, source: Path | LoadedModel, **options: Any) -> None:
         self.logits: dict[str, dict[int, Tensor]] = {}
         self.check_every_step = False
-        config = EngineConfig(**{"device": "cpu", **options})
+        config = EngineConfig(**{"device": "cpu", "dtype": "float32", **options})
         self.core: EngineCore = (
             source.core(config, self._observe)
             if isinstance(source, LoadedModel)
@@ -123,7 +145,7 @@ class Driver:
 
     def _observe(self, request_id: str, index: int, offset: int, logits: Tensor) -> None:
         assert index == 0
-        self.logits.setdefault(request_id, {})[offset] = logits.detach().clone()
+        self.logits.setdefault(request_id, {})[offset] = logits.detach().to("cpu", copy=True)
 
 
 def request(
