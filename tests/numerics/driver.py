@@ -196,29 +196,31 @@ TINY: dict[str, Any] = {
 }
 
 
-def save_tiny_llama(folder: Path, seed: int, **config: Any) -> dict[str, Tensor]:
-    """Write a random Llama (`TINY`) whose attention is far from uniform, and return its tensors.
+def save_tiny_llama(
+    folder: Path, seed: int, *, dtype: torch.dtype = torch.float32, **config: Any
+) -> dict[str, Tensor]:
+    """Write a random Llama, or Qwen3, whose attention is far from uniform, and return its tensors.
 
-    head_dim is not hidden/heads, and three query heads share a KV head. `config` overrides keys of `TINY`
-    that no tensor depends on.
+    `config` overrides keys of `TINY`, in which head_dim is not hidden/heads and three query heads share a KV head.
     """
+    config = TINY | config
     generator = torch.Generator().manual_seed(seed)
-    hidden, inner, vocab = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
-    queries = TINY["num_attention_heads"] * TINY["head_dim"]
-    keys = TINY["num_key_value_heads"] * TINY["head_dim"]
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> Tensor:
         return torch.randn(rows, columns, generator=generator) * gain / columns**0.5
 
-    def norm() -> Tensor:
-        return 1 + 0.2 * torch.randn(hidden, generator=generator)
+    def norm(size: int = hidden) -> Tensor:
+        return 1 + 0.2 * torch.randn(size, generator=generator)
 
     tensors = {
         "model.embed_tokens.weight": matrix(vocab, hidden, hidden**0.5),
         "model.norm.weight": norm(),
         "lm_head.weight": matrix(vocab, hidden, 2.0),
     }
-    for index in range(TINY["num_hidden_layers"]):
+    for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
         tensors |= {
             f"{layer}.input_layernorm.weight": norm(),
@@ -231,7 +233,10 @@ def save_tiny_llama(folder: Path, seed: int, **config: Any) -> dict[str, Tensor]
             f"{layer}.mlp.up_proj.weight": matrix(inner, hidden),
             f"{layer}.mlp.down_proj.weight": matrix(hidden, inner),
         }
+        if config["model_type"] == "qwen3":
+            tensors |= {f"{layer}.self_attn.{one}_norm.weight": norm(config["head_dim"]) for one in "qk"}
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(TINY | config))
+    (folder / "config.json").write_text(json.dumps(config))
     return tensors
