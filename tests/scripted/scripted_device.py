@@ -72,6 +72,8 @@ class Slot:
             self.generation += 1
             self._make(max(capacity, _power_of_two(rows)), max(held, _power_of_two(width)))
         self.held.ints.zero_()
+        if not rows:
+            return self.held
         self.held.ints[:, :rows].copy_(_to_device(ints, self.device), non_blocking=True)
         self.held.lists[:, :rows, :width].copy_(_to_device(lists, self.device), non_blocking=True)
         return self.held
@@ -168,7 +170,7 @@ class DeviceBackend(ScriptedBackend):
         relative = view - position[:, None]
         facts = value[..., :2].nan_to_num(0.0).to(torch.int64)
         words = mix(facts[..., 0], facts[..., 1], relative)
-        seen = fold(torch.where(listed & (relative <= 0), words, 0)).double()
+        seen = fold(words.masked_fill(~(listed & (relative <= 0)), 0)).double()
         out[:rows, 0, 0] = seen.masked_fill(wrong > 0, torch.nan)
         out[:rows, 0, 1] = position.double()
         return out

@@ -36,6 +36,7 @@ from dagengine import ContextRef, Keep, SamplingParams
 from dagengine.config import EngineConfig
 from dagengine.core import EngineCore
 from dagengine.cuda_runner import CudaRunner
+from dagengine.devices import find_device
 from dagengine.graphs import Capture, Graph
 from dagengine.request import FinishedEvent, Request
 
@@ -81,7 +82,7 @@ class Cores:
     captures: list[Counted] = field(default_factory=list)
 
     def make(self, model: Any, geometry: Any, config: Any, **options: Any) -> EngineCore:
-        device = torch.device("cuda" if self.kind == "cuda" else "cpu")
+        device = find_device("cuda" if self.kind == "cuda" else "cpu")
         if self.kind != "double":
             config = replace(config, attention_backend=DeviceBackend.name)
         core = assemble(model, geometry, config, device=device, **options)
