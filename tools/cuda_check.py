@@ -31,6 +31,7 @@ SOURCES = (
     "advance",
     "attend",
     "draw",
+    "gemv",
     "skinny",
     "tiled",
     "norm",

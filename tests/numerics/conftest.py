@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import check_float32
 from torch import Tensor
 
 from .dense_walk import DenseLlama
@@ -16,6 +17,11 @@ from .driver import TINY, save_tiny_llama
 def one_thread() -> None:
     """Small models are slower with more threads, and sums are the same on every machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def float32_is_float32() -> None:
+    check_float32()
 
 
 @pytest.fixture(scope="session")

@@ -17,9 +17,17 @@ from dagengine_core_graph import ContextGraph, NodeSpans, Reference, definition
 
 
 class DenseLlama:
-    """A Llama without biases, in float64. Tensors by their Hugging Face names."""
+    """A Llama or Qwen3 without biases, in float64.
 
-    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    Args:
+        tensors: by their Hugging Face names.
+        window: tokens that a token sees in every layer, itself included, counted by positions; None: all before it.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, window: int | None = None
+    ) -> None:
+        self.window = window
         self.tensors = {name: tensor.double() for name, tensor in tensors.items()}
         self.num_layers = int(config["num_hidden_layers"])
         self.heads = int(config["num_attention_heads"])
@@ -35,7 +43,7 @@ class DenseLlama:
         context: Sequence[tuple[Tensor, Tensor]],
         views: Sequence[int],
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Logits [n, vocab] of every own token, and per layer its K (unrotated) and V, [n, kv heads, dim].
+        """Logits [n, vocab] of every own token, and per layer its K (normed, unrotated) and V, [n, kv heads, dim].
 
         Args:
             context: per layer K (unrotated) and V [m, kv heads, dim] of the visible tokens, seen at `views`.
@@ -46,6 +54,9 @@ class DenseLlama:
         for row in range(n):
             for column in range(n):
                 sees[row, m + column] = column <= row
+        if self.window is not None:
+            at = torch.tensor([*views, *own_positions])
+            sees &= at > torch.tensor(own_positions)[:, None] - self.window
         kept = []
         for index in range(self.num_layers):
             layer = f"model.layers.{index}"
@@ -53,6 +64,9 @@ class DenseLlama:
             q = self._project(a, f"{layer}.self_attn.q_proj", self.heads)
             k = self._project(a, f"{layer}.self_attn.k_proj", self.kv_heads)
             v = self._project(a, f"{layer}.self_attn.v_proj", self.kv_heads)
+            if f"{layer}.self_attn.q_norm.weight" in self.tensors:
+                q = self._norm(q, f"{layer}.self_attn.q_norm")
+                k = self._norm(k, f"{layer}.self_attn.k_norm")
             kept.append((k, v))
             all_k = torch.cat([self._rotate(context[index][0], views), self._rotate(k, own_positions)])
             all_v = torch.cat([context[index][1], v])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from dagengine.build import assemble, build_core, read_model
 from dagengine.config import EngineConfig
 from dagengine.core import EngineCore, Observer
+from dagengine.devices import find_device
 from dagengine.models.registry import model_class
 from dagengine.request import Choice, ContextRef, FinishedEvent, Keep, Request
 from dagengine.sampling import SamplingParams
@@ -25,21 +27,39 @@ MAX_STEPS = 20_000
 
 
 class LoadedModel:
-    """Weights loaded once, for engine cores of many settings."""
+    """Weights loaded once, for engine cores of many settings.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        device: `cpu` or `cuda`.
+        window: of all layers, whatever the folder says.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        window: int | None = None,
+    ) -> None:
         self.files = read_model(folder)
-        source = SafetensorsSource(folder, dtype=torch.float32, device=torch.device("cpu"))
+        self.geometry, self.device, self.dtype = self.files.geometry, find_device(device), dtype
+        if window is not None:
+            groups = tuple(replace(group, window=window) for group in self.geometry.groups)
+            self.geometry = replace(self.geometry, groups=groups)
+        source = SafetensorsSource(folder, dtype=dtype, device=self.device)
         with Closing(source) as tensors:
-            self.model = model_class(self.files.geometry.architecture).load(self.files.geometry, tensors)
-        self.tokenizer = Tokenizer(folder)
+            self.model = model_class(self.geometry.architecture).load(self.geometry, tensors)
+        self.tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").exists() else None
 
     def core(self, config: EngineConfig, observer: Observer) -> EngineCore:
         return assemble(
             self.model,
-            self.files.geometry,
+            self.geometry,
             config,
             identity="shared",
+            dtype=self.dtype,
+            device=self.device,
             eos_token_ids=self.files.eos_token_ids,
             tokenizer=self.tokenizer,
             observer=observer,
@@ -49,6 +69,8 @@ class LoadedModel:
 class Driver:
     """An engine core, of a folder or of weights that are loaded already.
 
+    A folder's model runs on the CPU, unless `options` say where, in float32.
+
     Attributes:
         logits: request id to own offset (of the token that the logits follow) to logits [vocab].
         check_every_step: whether the store counts its pages again after each step.
@@ -57,7 +79,7 @@ class Driver:
     def __init__(self, source: Path | LoadedModel, **options: Any) -> None:
         self.logits: dict[str, dict[int, Tensor]] = {}
         self.check_every_step = False
-        config = EngineConfig(**{"device": "cpu", **options})
+        config = EngineConfig(**{"device": "cpu", "dtype": "float32", **options})
         self.core: EngineCore = (
             source.core(config, self._observe)
             if isinstance(source, LoadedModel)
@@ -123,7 +145,7 @@ class Driver:
 
     def _observe(self, request_id: str, index: int, offset: int, logits: Tensor) -> None:
         assert index == 0
-        self.logits.setdefault(request_id, {})[offset] = logits.detach().clone()
+        self.logits.setdefault(request_id, {})[offset] = logits.detach().to("cpu", copy=True)
 
 
 def request(
@@ -174,29 +196,31 @@ TINY: dict[str, Any] = {
 }
 
 
-def save_tiny_llama(folder: Path, seed: int, **config: Any) -> dict[str, Tensor]:
-    """Write a random Llama (`TINY`) whose attention is far from uniform, and return its tensors.
+def save_tiny_llama(
+    folder: Path, seed: int, *, dtype: torch.dtype = torch.float32, **config: Any
+) -> dict[str, Tensor]:
+    """Write a random Llama, or Qwen3, whose attention is far from uniform, and return its tensors.
 
-    head_dim is not hidden/heads, and three query heads share a KV head. `config` overrides keys of `TINY`
-    that no tensor depends on.
+    `config` overrides keys of `TINY`, in which head_dim is not hidden/heads and three query heads share a KV head.
     """
+    config = TINY | config
     generator = torch.Generator().manual_seed(seed)
-    hidden, inner, vocab = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
-    queries = TINY["num_attention_heads"] * TINY["head_dim"]
-    keys = TINY["num_key_value_heads"] * TINY["head_dim"]
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> Tensor:
         return torch.randn(rows, columns, generator=generator) * gain / columns**0.5
 
-    def norm() -> Tensor:
-        return 1 + 0.2 * torch.randn(hidden, generator=generator)
+    def norm(size: int = hidden) -> Tensor:
+        return 1 + 0.2 * torch.randn(size, generator=generator)
 
     tensors = {
         "model.embed_tokens.weight": matrix(vocab, hidden, hidden**0.5),
         "model.norm.weight": norm(),
         "lm_head.weight": matrix(vocab, hidden, 2.0),
     }
-    for index in range(TINY["num_hidden_layers"]):
+    for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
         tensors |= {
             f"{layer}.input_layernorm.weight": norm(),
@@ -209,7 +233,10 @@ def save_tiny_llama(folder: Path, seed: int, **config: Any) -> dict[str, Tensor]
             f"{layer}.mlp.up_proj.weight": matrix(inner, hidden),
             f"{layer}.mlp.down_proj.weight": matrix(hidden, inner),
         }
+        if config["model_type"] == "qwen3":
+            tensors |= {f"{layer}.self_attn.{one}_norm.weight": norm(config["head_dim"]) for one in "qk"}
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(TINY | config))
+    (folder / "config.json").write_text(json.dumps(config))
     return tensors

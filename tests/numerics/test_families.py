@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import DEVICES, on_gpu
 
 from dagengine.errors import DagError
 from dagengine.request import ContextRef
@@ -139,14 +140,15 @@ def greedy(model: Any, prompt: list[int]) -> tuple[tuple[int, ...], torch.Tensor
     return tuple(tokens[len(prompt) :]), torch.stack(logits)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_logits_and_greedy_tokens_are_those_of_transformers(tmp_path: Path, case: Case) -> None:
+def test_logits_and_greedy_tokens_are_those_of_transformers(tmp_path: Path, case: Case, device: str) -> None:
     model = build(tmp_path, case)
     prompt = [int(i) for i in torch.randint(0, 97, (70,), generator=torch.Generator().manual_seed(1))]
     tokens, logits = greedy(model, prompt)
     first, second = logits.topk(2, dim=-1).values.unbind(-1)
     assert float((first - second).min()) > 10 * BAR, "a near tie would compare rounding; change the prompt"
-    driver = Driver(tmp_path, page_size=16, kv_pages=64, max_num_batched_tokens=40)
+    driver = Driver(tmp_path, device=device, page_size=16, kv_pages=64, max_num_batched_tokens=40)
     assert driver.choice(request("r", prompt, NUM_TOKENS, keep=False)).token_ids == tokens
     found = torch.stack([driver.logits["r"][len(prompt) - 1 + i] for i in range(NUM_TOKENS)])
     worst = float((found - logits).abs().max())
@@ -154,16 +156,22 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(tmp_path: Path, case
     assert worst <= BAR
 
 
-@pytest.mark.parametrize("backend", ["reference", "packed", "segmented", "naive", "fused"])
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        *(("cpu", backend) for backend in ("reference", "packed", "segmented", "naive", "fused")),
+        *(on_gpu("cuda", backend) for backend in ("reference", "packed", "segmented")),
+    ],
+)
 @pytest.mark.parametrize("rope", [None, LLAMA3, LINEAR, YARN], ids=["default", "llama3", "linear", "yarn"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_a_fragment_computed_elsewhere_reads_as_the_prompt_of_transformers(
-    tmp_path: Path, family: str, rope: dict[str, Any] | None, backend: str
+    tmp_path: Path, family: str, rope: dict[str, Any] | None, device: str, backend: str
 ) -> None:
     """Keys are turned by a delta on reading; for yarn without the factor that they hold already."""
     model = build(tmp_path, Case(family, {"head_dim": 16}, rope))
     fragment, question = [int(i) for i in torch.arange(5, 60)], [3, 1, 4]
-    driver = Driver(tmp_path, page_size=16, kv_pages=32, attention_backend=backend)
+    driver = Driver(tmp_path, device=device, page_size=16, kv_pages=32, attention_backend=backend)
     far = request("fragment", fragment, position="explicit", options={"own_start": 150})
     state = ContextRef(state=driver.choice(far).dag.state)
     choice = driver.choice(request("q", question, 1, context=[state]))

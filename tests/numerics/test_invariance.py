@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import on_gpu
 from torch import Tensor
 
 from dagengine.request import ContextRef, Request
@@ -21,16 +22,32 @@ BAR = 1e-4
 PAGE_SIZE = 4
 PLANS = [random_plan(300 + seed, size=8, longest=30) for seed in range(4)]
 
+Place = dict[str, Any]
 Logits = dict[str, dict[int, Tensor]]
 Answer = tuple[dict[str, tuple[int, ...]], Logits]
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param({"device": "cpu"}, id="cpu"),
+        *(
+            on_gpu({"device": "cuda", "attention_backend": backend}, id=f"cuda-{backend}")
+            for backend in ("reference", "packed", "segmented")
+        ),
+    ],
+)
+def place(request: pytest.FixtureRequest) -> Place:
+    """Where an engine runs, and with which attention."""
+    return dict(request.param)
+
+
 @pytest.fixture(scope="module")
-def answers(tiny_folder: Path) -> list[Answer]:
+def answers(tiny_folder: Path, place: Place) -> list[Answer]:
     """Every plan, each request by itself in one piece, with room for everything."""
     found = []
     for plan in PLANS:
-        driver = Driver(tiny_folder, page_size=PAGE_SIZE, kv_pages=1000)
+        driver = Driver(tiny_folder, **place, page_size=PAGE_SIZE, kv_pages=1000)
         found.append((run_by_state(driver, plan), driver.logits))
     return found
 
@@ -65,10 +82,10 @@ def without_company(logits: Logits) -> Logits:
 )
 @pytest.mark.parametrize("run", [run_by_state, run_at_once])
 def test_pages_and_chunks(
-    tiny_folder: Path, answers: list[Answer], run: Callable[..., Any], options: dict[str, int]
+    tiny_folder: Path, answers: list[Answer], run: Callable[..., Any], options: dict[str, int], place: Place
 ) -> None:
     for plan, answer in zip(PLANS, answers, strict=True):
-        driver = Driver(tiny_folder, **({"page_size": PAGE_SIZE, "kv_pages": 1000} | options))
+        driver = Driver(tiny_folder, **place, **({"page_size": PAGE_SIZE, "kv_pages": 1000} | options))
         assert_same(run(driver, plan), driver.logits, answer)
         driver.release_all()
 
@@ -79,11 +96,11 @@ def test_pages_and_chunks(
     [{}, {"max_num_batched_tokens": 5}, {"page_size": 3}, {"max_num_batched_tokens": 5, "overlap": True}],
 )
 def test_eviction_of_everything_between_requests(
-    tiny_folder: Path, answers: list[Answer], release: bool, options: dict[str, int]
+    tiny_folder: Path, answers: list[Answer], release: bool, options: dict[str, int], place: Place
 ) -> None:
     restored = 0
     for plan, answer in zip(PLANS, answers, strict=True):
-        driver = Driver(tiny_folder, **({"page_size": PAGE_SIZE, "kv_pages": 1000} | options))
+        driver = Driver(tiny_folder, **place, **({"page_size": PAGE_SIZE, "kv_pages": 1000} | options))
         driver.check_every_step = True
         tokens = run_by_state(driver, plan, between=Driver.evict_all, release=release)
         assert_same(tokens, driver.logits, answer)
@@ -92,9 +109,11 @@ def test_eviction_of_everything_between_requests(
     assert restored > 0
 
 
-def test_a_digested_source_that_was_released_and_evicted_is_computed_again(tiny_folder: Path) -> None:
+def test_a_digested_source_that_was_released_and_evicted_is_computed_again(
+    tiny_folder: Path, place: Place
+) -> None:
     def answer(evict: bool) -> tuple[tuple[int, ...], Tensor, int]:
-        driver = Driver(tiny_folder, page_size=PAGE_SIZE, kv_pages=200)
+        driver = Driver(tiny_folder, **place, page_size=PAGE_SIZE, kv_pages=200)
         source = driver.choice(request("source", range(20, 41))).dag.state
         middle = driver.choice(request("middle", range(5), context=[ContextRef(state=source)])).dag.state
         digest = driver.choice(
@@ -115,8 +134,10 @@ def test_a_digested_source_that_was_released_and_evicted_is_computed_again(tiny_
     assert again[2] == 21 + 5 + 6
 
 
-def test_evicted_pages_that_are_still_there_are_not_counted_as_computed(tiny_folder: Path) -> None:
-    driver = Driver(tiny_folder, page_size=PAGE_SIZE, kv_pages=100)
+def test_evicted_pages_that_are_still_there_are_not_counted_as_computed(
+    tiny_folder: Path, place: Place
+) -> None:
+    driver = Driver(tiny_folder, **place, page_size=PAGE_SIZE, kv_pages=100)
     state = driver.choice(request("source", range(20, 41))).dag.state
     node, _ = driver.core.store.resolve(state)
     assert driver.core.store.evict(node) == 6
@@ -130,10 +151,15 @@ def test_evicted_pages_that_are_still_there_are_not_counted_as_computed(tiny_fol
 @pytest.mark.parametrize(("page_size", "overlap"), [(1, False), (4, False), (4, True)])
 @pytest.mark.parametrize("run", [run_by_state, run_at_once])
 def test_a_pool_that_just_fits_the_largest_request_and_its_ancestors(
-    tiny_folder: Path, answers: list[Answer], run: Callable[..., Any], page_size: int, overlap: bool
+    tiny_folder: Path,
+    answers: list[Answer],
+    run: Callable[..., Any],
+    page_size: int,
+    overlap: bool,
+    place: Place,
 ) -> None:
     chains = [inherits_only(plan) for plan in PLANS]
-    roomy = Driver(tiny_folder, page_size=PAGE_SIZE, kv_pages=4000)
+    roomy = Driver(tiny_folder, **place, page_size=PAGE_SIZE, kv_pages=4000)
     found = []
     for plan in chains:
         found.append((run_by_state(roomy, plan), dict(roomy.logits)))
@@ -141,19 +167,19 @@ def test_a_pool_that_just_fits_the_largest_request_and_its_ancestors(
     for plan, answer in zip([*PLANS, *chains], [*answers, *found], strict=True):
         pages = pages_needed(plan, page_size)
         options = {"page_size": page_size, "kv_pages": pages, "max_num_batched_tokens": 11}
-        driver = Driver(tiny_folder, overlap=overlap, **options)
+        driver = Driver(tiny_folder, **place, overlap=overlap, **options)
         driver.check_every_step = True
         assert_same(run(driver, plan), driver.logits, answer)
         driver.release_all()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_preemption_by_a_tiny_pool(tiny_folder: Path, overlap: bool) -> None:
+def test_preemption_by_a_tiny_pool(tiny_folder: Path, overlap: bool, place: Place) -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(101) for _ in range(rng.randint(1, 12))] for _ in range(6)]
     requests = [request(f"r{i}", prompt, 12, keep=False) for i, prompt in enumerate(prompts)]
-    roomy = Driver(tiny_folder, page_size=2, kv_pages=400)
-    tight = Driver(tiny_folder, page_size=2, kv_pages=16, overlap=overlap)
+    roomy = Driver(tiny_folder, **place, page_size=2, kv_pages=400)
+    tight = Driver(tiny_folder, **place, page_size=2, kv_pages=16, overlap=overlap)
     tight.check_every_step = True
     expected = [event.choices[0].token_ids for event in roomy.run(*requests)]
     assert [event.choices[0].token_ids for event in tight.run(*requests)] == expected
@@ -179,11 +205,11 @@ def company(count: int, seed: int) -> list[Request]:
 
 @pytest.mark.parametrize(("count", "overlap"), [(3, False), (20, False), (20, True)])
 def test_other_requests_in_the_batch(
-    tiny_folder: Path, answers: list[Answer], count: int, overlap: bool
+    tiny_folder: Path, answers: list[Answer], count: int, overlap: bool, place: Place
 ) -> None:
     for plan, answer in zip(PLANS, answers, strict=True):
         options = {"page_size": PAGE_SIZE, "kv_pages": 2000, "max_num_batched_tokens": 64}
-        driver = Driver(tiny_folder, overlap=overlap, **options)
+        driver = Driver(tiny_folder, **place, overlap=overlap, **options)
         before, after = company(count, 1), company(2 * count, 2)[count:]
         driver.core.submit_group(before)
         tokens = run_at_once(driver, plan, after)
@@ -191,9 +217,9 @@ def test_other_requests_in_the_batch(
         driver.release_all()
 
 
-def test_cache_hits(tiny_folder: Path, answers: list[Answer]) -> None:
+def test_cache_hits(tiny_folder: Path, answers: list[Answer], place: Place) -> None:
     """Each plan three times in one engine: the second and third find earlier pages."""
-    driver = Driver(tiny_folder, page_size=PAGE_SIZE, kv_pages=4000)
+    driver = Driver(tiny_folder, **place, page_size=PAGE_SIZE, kv_pages=4000)
     for plan, answer in zip(PLANS, answers, strict=True):
         for run in (run_by_state, run_at_once, run_by_state):
             driver.logits.clear()
@@ -203,7 +229,7 @@ def test_cache_hits(tiny_folder: Path, answers: list[Answer]) -> None:
     driver.release_all()
 
 
-def test_pages_computed_at_another_position(tiny_folder: Path) -> None:
+def test_pages_computed_at_another_position(tiny_folder: Path, place: Place) -> None:
     """A fragment's pages serve an equal fragment whose own start differs; what it samples must not."""
     fragment = list(range(30, 47))
 
@@ -213,7 +239,7 @@ def test_pages_computed_at_another_position(tiny_folder: Path) -> None:
         )
         return choice.token_ids, choice.dag.reused
 
-    cold, warm = (Driver(tiny_folder, page_size=PAGE_SIZE, kv_pages=100) for _ in range(2))
+    cold, warm = (Driver(tiny_folder, **place, page_size=PAGE_SIZE, kv_pages=100) for _ in range(2))
     expected, none = answer(cold, "cold", 500)
     assert none == 0
     driver_first, _ = answer(warm, "first", 3)
@@ -228,9 +254,9 @@ def test_pages_computed_at_another_position(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 0, 3, 1), (3, 2, 1, 0)])
-def test_shuffled_references_under_native(tiny_folder: Path, order: tuple[int, ...]) -> None:
+def test_shuffled_references_under_native(tiny_folder: Path, order: tuple[int, ...], place: Place) -> None:
     """`native` numbers nothing by the order of references. (`linear` does, and its logits say so.)"""
-    driver = Driver(tiny_folder, page_size=3, kv_pages=200)
+    driver = Driver(tiny_folder, **place, page_size=3, kv_pages=200)
     root = driver.choice(request("root", [1, 2, 3, 4])).dag.state
     refs = []
     for i in range(4):
@@ -251,10 +277,10 @@ def test_shuffled_references_under_native(tiny_folder: Path, order: tuple[int, .
         assert float((straight[1] - turned[1]).abs().max()) > 10 * BAR
 
 
-def test_32_readers_of_a_long_state_hold_one_copy_and_their_own_tails(tmp_path: Path) -> None:
+def test_32_readers_of_a_long_state_hold_one_copy_and_their_own_tails(tmp_path: Path, place: Place) -> None:
     num_tokens, page_size, readers, tail = 4096, 16, 32, 9
     save_tiny_llama(tmp_path, seed=4, max_position_embeddings=8192)
-    driver = Driver(tmp_path, page_size=page_size, kv_pages=600, max_num_batched_tokens=1024)
+    driver = Driver(tmp_path, **place, page_size=page_size, kv_pages=600, max_num_batched_tokens=1024)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, 101, (num_tokens,), generator=generator).tolist()
     state = driver.choice(request("document", text)).dag.state

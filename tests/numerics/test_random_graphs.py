@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from devices import DEVICES, on_gpu
 from torch import Tensor
 
 from dagengine.request import ContextRef
@@ -18,6 +19,15 @@ from .graphs import POLICIES, Node, random_plan, run_at_once, run_by_state
 BAR = 1e-4
 BACKENDS = ("reference", "packed", "segmented", "naive", "fused")
 PAGE_SIZES = (1, 3, 16)
+PLACES = [("cpu", backend, page_size) for backend in BACKENDS for page_size in PAGE_SIZES]
+PLACES += [
+    on_gpu("cuda", backend, page_size)
+    for backend in ("reference", "packed", "segmented")
+    for page_size in PAGE_SIZES
+]
+PLACES += [on_gpu("cuda", backend, 16) for backend in ("naive", "fused")]
+NOTICED = [("cpu", backend, 3) for backend in BACKENDS]
+NOTICED += [on_gpu("cuda", backend, 16 if backend == "fused" else 3) for backend in BACKENDS]
 
 
 def largest_difference(
@@ -46,17 +56,23 @@ def largest_difference(
     return worst
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("device", "backend", "page_size"), PLACES)
 @pytest.mark.parametrize("policy", [*POLICIES, None], ids=[*POLICIES, "mixed"])
 def test_logits_are_the_dense_walks(
     tiny_folder: Path,
     tiny_dense: DenseLlama,
     policy: str | None,
+    device: str,
     backend: str,
     page_size: int,
 ) -> None:
-    driver = Driver(tiny_folder, page_size=page_size, attention_backend=backend, kv_pages=1200 // page_size)
+    driver = Driver(
+        tiny_folder,
+        device=device,
+        page_size=page_size,
+        attention_backend=backend,
+        kv_pages=1200 // page_size,
+    )
     worst = 0.0
     for seed in range(4):
         plan = random_plan(1000 * page_size + seed, policy=policy)
@@ -68,11 +84,12 @@ def test_logits_are_the_dense_walks(
     driver.release_all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_logits_are_the_dense_walks_when_backends_change_along_a_path(
-    tiny_folder: Path, tiny_dense: DenseLlama, overlap: bool
+    tiny_folder: Path, tiny_dense: DenseLlama, overlap: bool, device: str
 ) -> None:
-    driver = Driver(tiny_folder, page_size=3, kv_pages=400, overlap=overlap)
+    driver = Driver(tiny_folder, device=device, page_size=3, kv_pages=400, overlap=overlap)
     for seed in range(4):
         plan = random_plan(seed, backends=BACKENDS)
         tokens = run_at_once(driver, plan) if seed % 2 else run_by_state(driver, plan)
@@ -80,11 +97,11 @@ def test_logits_are_the_dense_walks_when_backends_change_along_a_path(
         driver.logits.clear()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("device", "backend", "page_size"), NOTICED)
 def test_the_comparison_would_notice_one_token_or_one_position(
-    tiny_folder: Path, tiny_dense: DenseLlama, backend: str
+    tiny_folder: Path, tiny_dense: DenseLlama, device: str, backend: str, page_size: int
 ) -> None:
-    driver = Driver(tiny_folder, page_size=3, kv_pages=200, attention_backend=backend)
+    driver = Driver(tiny_folder, device=device, page_size=page_size, kv_pages=200, attention_backend=backend)
     walk = DenseWalk(tiny_dense)
     texts = {"a": [5, 17, 33, 2, 90], "b": [8, 8, 41, 77], "c": [60, 61, 62, 63, 64, 65, 66]}
     refs = []

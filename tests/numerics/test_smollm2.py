@@ -1,20 +1,24 @@
 """SmolLM2 in float32: transformers, a plain prompt and a chain of inherits give one answer.
 
 Compared over 64 greedy tokens: the tokens, and the logits that each was chosen by. The reference is chosen
-without near ties, since those would compare rounding and nothing of the engine.
+without near ties, since those would compare rounding and nothing of the engine. On a GPU, where the demo model may not
+be had, a small random model of its proportions stands for it too.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from devices import on_gpu
 from torch import Tensor
 
+import demo_model
 from dagengine.request import ContextRef, Request
 from dagengine.sampling import SamplingParams
 
@@ -47,21 +51,81 @@ class Expected:
     logits: Tensor
 
 
-@pytest.fixture(scope="module")
-def loaded(demo_model_folder: Path) -> LoadedModel:
-    return LoadedModel(demo_model_folder)
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("demo", "cpu", "auto"),
+        ("random", "cpu", "auto"),
+        on_gpu(("demo", "cuda", "segmented")),
+        *(on_gpu(("random", "cuda", backend)) for backend in ("reference", "packed", "segmented")),
+    ],
+    ids="-".join,
+)
+def source(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+    """Which model, and the engine's device and attention backend."""
+    which, device, backend = request.param
+    return which, device, backend
 
 
 @pytest.fixture(scope="module")
-def expected(demo_model_folder: Path, loaded: LoadedModel) -> Expected:
+def folder(
+    request: pytest.FixtureRequest, source: tuple[str, str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    which, device, _ = source
+    if which == "demo" and device == "cuda":
+        made = demo_model.model_folder(demo_model.cache_folder())
+        if not demo_model.is_complete(made):
+            pytest.skip(f"the demo model is not in {made}; the random one is compared")
+        return made
+    if which == "demo":
+        return Path(request.getfixturevalue("demo_model_folder"))
     transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(demo_model_folder, dtype=torch.float32).eval()
-    for text in TEXTS:
-        found = _continue(model, tuple(loaded.tokenizer.encode(text, add_special_tokens=False)))
+    config = transformers.LlamaConfig(
+        vocab_size=1000,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=2048,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(3)
+    made = tmp_path_factory.mktemp("random") / "llama"
+    transformers.LlamaForCausalLM(config).save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path, source: tuple[str, str, str]) -> LoadedModel:
+    return LoadedModel(folder, source[1])
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, loaded: LoadedModel) -> Expected:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for prompt in _prompts(loaded):
+        found = _continue(model, prompt)
         first, second = found.logits.topk(2, dim=-1).values.unbind(-1)
         if float((first - second).min()) >= LEAST_MARGIN:
             return found
-    raise AssertionError("every text has a near tie in its greedy continuation; choose other texts")
+    raise AssertionError("every prompt has a near tie in its greedy continuation; choose others")
+
+
+def _prompts(loaded: LoadedModel) -> Iterator[tuple[int, ...]]:
+    """Texts, or, where there is no tokenizer, random tokens."""
+    if loaded.tokenizer is not None:
+        for text in TEXTS:
+            yield tuple(loaded.tokenizer.encode(text, add_special_tokens=False))
+        return
+    rng = random.Random(1)
+    for _ in range(20):
+        yield tuple(rng.randrange(loaded.geometry.vocab_size) for _ in range(70))
 
 
 @torch.inference_mode()
@@ -129,10 +193,11 @@ def assert_agrees(driver: Driver, name: str, tokens: tuple[int, ...], expected: 
 def test_transformers_a_plain_prompt_and_a_chain_agree_alone(
     loaded: LoadedModel,
     expected: Expected,
+    source: tuple[str, str, str],
     page_size: int,
     chunked: bool,
 ) -> None:
-    driver = _driver(loaded, page_size, 11 if chunked else 512)
+    driver = _driver(loaded, source[2], page_size, 11 if chunked else 512)
     # Chunks end with the prompt, and the chain goes on for all 64 tokens: the plain prompt needs only some.
     num_tokens = 8 if chunked else NUM_TOKENS
     plain = driver.choice(request("plain", expected.prompt, num_tokens, keep=False))
@@ -152,11 +217,12 @@ def test_transformers_a_plain_prompt_and_a_chain_agree_alone(
 def test_transformers_a_plain_prompt_and_a_chain_agree_in_a_batch_of_16(
     loaded: LoadedModel,
     expected: Expected,
+    source: tuple[str, str, str],
     page_size: int,
     chunked: bool,
 ) -> None:
-    driver = _driver(loaded, page_size, 24 if chunked else 512)
-    batch = others(14, loaded.files.geometry.vocab_size)
+    driver = _driver(loaded, source[2], page_size, 24 if chunked else 512)
+    batch = others(14, loaded.geometry.vocab_size)
     plain = request("plain", expected.prompt, NUM_TOKENS, keep=False)
     events = driver.run(*batch[:7], plain, *chain(expected.prompt), *batch[7:])
     tokens = {event.request_id: event.choices[0].token_ids for event in events}
@@ -165,9 +231,10 @@ def test_transformers_a_plain_prompt_and_a_chain_agree_in_a_batch_of_16(
     driver.release_all()
 
 
-def _driver(loaded: LoadedModel, page_size: int, max_num_batched_tokens: int) -> Driver:
+def _driver(loaded: LoadedModel, backend: str, page_size: int, max_num_batched_tokens: int) -> Driver:
     return Driver(
         loaded,
+        attention_backend=backend,
         page_size=page_size,
         kv_pages=-(-2560 // page_size) + 32,
         max_num_batched_tokens=max_num_batched_tokens,

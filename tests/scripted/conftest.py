@@ -21,5 +21,9 @@ def step_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def scripted_backends(tmp_path_factory: pytest.TempPathFactory) -> None:
     from scripted_model import register_backend
 
-    names = {"scripted": "scripted_model:ScriptedBackend", "scripted-twin": "scripted_model:TwinBackend"}
+    names = {
+        "scripted": "scripted_model:ScriptedBackend",
+        "scripted-twin": "scripted_model:TwinBackend",
+        "scripted-device": "scripted_device:DeviceBackend",
+    }
     register_backend(tmp_path_factory.mktemp("plugin"), names)

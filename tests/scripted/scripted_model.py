@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import device_hash
 import numpy as np
 import torch
 from late_device import make_late
@@ -82,7 +83,7 @@ class ScriptedModel:
     def forward(self, input_ids: Tensor, attend: Attend) -> Tensor:
         tokens = input_ids.to(torch.float64)
         seen = torch.zeros_like(tokens)
-        query = torch.zeros(len(tokens), 1, HEAD_DIM, dtype=torch.float64)
+        query = tokens.new_zeros(len(tokens), 1, HEAD_DIM)
         for layer in range(2):
             key, value = torch.zeros_like(query), torch.zeros_like(query)
             key[:, 0, 0], key[:, 0, 2], key[:, 0, 3] = 1.0, tokens, float(layer)
@@ -92,12 +93,10 @@ class ScriptedModel:
         return out[:, 0, :2]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        first, second = pick(*(hidden[:, i].numpy().astype(np.int64) for i in range(2)))
-        logits = torch.full((len(hidden), VOCAB), UNLIKELY, dtype=torch.float32)
-        rows = torch.arange(len(hidden))
-        logits[rows, torch.from_numpy(second)] = -0.5
-        logits[rows, torch.from_numpy(first)] = 0.0
-        return logits
+        first, second = device_hash.pick(*hidden.nan_to_num(0.0).to(torch.int64).unbind(1), VOCAB)
+        logits = torch.full((len(hidden), VOCAB), UNLIKELY, dtype=torch.float32, device=hidden.device)
+        logits.scatter_(1, second[:, None], -0.5).scatter_(1, first[:, None], 0.0)
+        return logits.masked_fill_(hidden.isnan().any(1, keepdim=True), torch.nan)
 
 
 @dataclass(frozen=True, eq=False)

@@ -380,7 +380,7 @@ class World:
                 raise Mismatch(f"{victim} runs: it can be aborted, and only once")
             self.counts["aborts"] += 1
         if rng.random() < 0.01:
-            self.core._backend("scripted").fail_at = rng.randrange(2)
+            self.core._backend(self.core.default_backend).fail_at = rng.randrange(2)
         self.handles = [handle for handle in self.handles if not self._expired(handle) or rng.random() < 0.5]
         live = [handle for handle in self.handles if not self._expired(handle)]
         if live and rng.random() < 0.15:

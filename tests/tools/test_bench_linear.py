@@ -13,7 +13,7 @@ from bench import linear_cases as cases
 from bench import linear_gpu, linear_report
 from bench.kernels_ceilings import Ceilings
 from bench.kernels_record import TIME, Circumstances
-from dagengine_kernels.fused.cuda import driver, skinny
+from dagengine_kernels.fused.cuda import driver, gemv
 
 SMS = 132
 
@@ -33,23 +33,33 @@ def test_bytes_and_operations_are_those_of_the_product() -> None:
 
 def test_what_will_be_launched_is_compiled_beforehand() -> None:
     wanted = set(cases.kernels(cases.LLAMA, cases.ROWS, SMS))
-    assert {source for source, _ in wanted} == {"skinny", "tiled", "norm", "gate"}
+    assert {source for source, _ in wanted} == {"gemv", "skinny", "tiled", "norm", "gate"}
     for name, macros in wanted:
         text = driver.read_source(name)
         assert all(macro in text for macro, _ in macros)
-    chosen = skinny.layout(1, 4096, 4096, False, False, SMS)
+    chosen = gemv.layout(1, 4096, 4096, False, False, SMS)
     assert chosen is not None
-    macros = skinny.macros({"DTYPE": 2, "OUT_TYPE": 2, "GATED": 0}, chosen, 4096, False)
-    assert ("skinny", tuple(macros.items())) in wanted
+    macros = gemv.macros({"DTYPE": 2, "OUT_TYPE": 2, "GATED": 0}, chosen, 4096, False)
+    assert ("gemv", tuple(macros.items())) in wanted
 
 
 def test_a_sweep_has_every_layout_once() -> None:
     for layer in cases.LLAMA:
         found = cases.layouts(layer, 1, SMS)
         assert len(found) == len(set(found))
-        assert {one.late for one in found} == {True, False}
-        assert {one.streamed for one in found} == ({False} if layer.normed else {True, False})
-    assert cases.layouts(cases.LLAMA[0], 65, SMS) == []
+        assert {(one.depth, one.resident) for one in found} == {(8, 3), (16, 2), (8, 2)}
+        assert {one.split for one in found} == {1, 2}
+        assert gemv.layout(1, layer.inputs, layer.out, layer.gated, layer.normed, SMS) in found
+    assert cases.layouts(cases.LLAMA[0], 9, SMS) == []
+
+
+def test_how_far_few_rows_win_ends_where_they_first_lose() -> None:
+    run = linear_gpu.Run(torch.empty(0), 3, SMS, 0.0, Ceilings(4e12, 4e12, 8e14, {}))
+    layer = cases.LLAMA[0]
+    for rows, few, cublas in ((1, 5.0, 6.0), (2, 6.0, 6.0), (4, 7.0, 6.5), (8, 6.0, 7.0)):
+        linear_gpu.record(run, layer.case(rows), linear_gpu.FEW, [few], 1, 1)
+        linear_gpu.record(run, layer.case(rows), linear_gpu.CUBLAS, [cublas], 1, 1)
+    assert linear_gpu.few_rows_won(run, [layer], [8, 1, 2, 4, 64]).endswith("qkv 2.")
 
 
 def fake_measure(layers, rows, *, quick, sweep, seconds):

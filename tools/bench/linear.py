@@ -27,10 +27,10 @@ def parser() -> argparse.ArgumentParser:
         "--models", default="", help="names or parts of names of models, separated by commas (all)"
     )
     p.add_argument("--layers", default="", help="qkv, out, gate_up, down, head, separated by commas (all)")
-    p.add_argument("--rows", default="", help="numbers of rows, separated by commas (1 to 4096)")
+    p.add_argument("--rows", default="", help="numbers of rows, separated by commas (1 to 1024)")
     p.add_argument("--quick", action="store_true", help="Llama only, fewer rows and fewer repeats")
-    p.add_argument("--sweep", action="store_true", help="also time every layout of skinny.cu (minutes)")
-    p.add_argument("--budget", type=float, default=85, help="seconds after which no further case is timed")
+    p.add_argument("--sweep", action="store_true", help="also time the layouts of gemv.cu")
+    p.add_argument("--budget", type=float, default=50, help="seconds after which no further case is timed")
     p.add_argument("--commit", help="recorded where git is not at hand")
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return p

@@ -9,10 +9,16 @@ from multiprocessing import get_context
 
 import torch
 
-from dagengine_kernels.fused.cuda import driver, gate, norm, skinny, tiled
+from dagengine_kernels.fused.cuda import driver, gate, gemv, norm, skinny, tiled
 from dagengine_kernels.fused.cuda.vectors import DTYPES
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 1024, 4096)
+ROWS = (1, 2, 4, 8, 16, 64, 1024)
+INVARIANT_ROWS = (1, 8, 64, 1024)
+"""Numbers of rows at which the batch-invariant layers are measured."""
+
+LAYOUTS = {True: ((8, 3), (16, 2), (8, 2)), False: ((8, 2), (16, 2))}
+"""Depths and blocks per SM that a sweep tries with at most 2 rows, and with more."""
+
 QUICK_ROWS = (1, 8, 16, 64, 1024)
 L2_TIMES_BYTES = 400 << 20
 """Bytes of weights that a round of calls reads at least: what is in L2 is gone when its turn comes again."""
@@ -96,38 +102,35 @@ def kernels(layers: Iterable[Layer], rows: Iterable[int], sms: int) -> Iterator[
             "GATED": int(layer.gated),
         }
         for count in rows:
-            normed = layer.normed and count <= skinny.NORM_ROWS
-            chosen = skinny.layout(count, layer.inputs, layer.out, layer.gated, normed, sms)
-            if chosen is not None:
-                yield "skinny", tuple(skinny.macros(base, chosen, layer.inputs, normed).items())
-            else:
-                tile = tiled.tile_for(count, layer.weight_rows, sms)
-                yield "tiled", tuple((base | tile.macros()).items())
+            few = gemv.layout(count, layer.inputs, layer.out, layer.gated, layer.normed, sms)
+            if few is not None:
+                yield "gemv", tuple(gemv.macros(base, few, layer.inputs, layer.normed).items())
+            if count in INVARIANT_ROWS:
+                yield _invariant(layer, base, count, sms)
         lanes, per = norm.shape(layer.inputs)
         yield "norm", (("DTYPE", base["DTYPE"]), ("LANES", lanes), ("PER", per))
         yield "gate", (("DTYPE", base["DTYPE"]), ("VEC", gate.width(layer.out)), ("PER", gate.PER))
 
 
-def layouts(layer: Layer, rows: int, sms: int) -> list[skinny.Layout]:
-    """Every layout that fits, with x held and streamed."""
+def _invariant(layer: Layer, base: dict[str, int], rows: int, sms: int) -> Kernel:
     normed = layer.normed and rows <= skinny.NORM_ROWS
-    found = (
-        skinny.layout(
-            rows,
-            layer.inputs,
-            layer.out,
-            layer.gated,
-            normed,
-            sms,
-            stages=stages,
-            streamed=streamed,
-            late=late,
-        )
-        for streamed in (False, True)
-        for stages in (3, 4, 5, 6, 8, 10, 12)
-        for late in (True, False)
-    )
-    return [one for one in found if one is not None]
+    chosen = skinny.layout(rows, layer.inputs, layer.out, layer.gated, normed, sms)
+    if chosen is not None:
+        return "skinny", tuple(skinny.macros(base, chosen, layer.inputs, normed).items())
+    tile = tiled.tile_for(rows, layer.weight_rows, sms)
+    return "tiled", tuple((base | tile.macros()).items())
+
+
+def layouts(layer: Layer, rows: int, sms: int) -> list[gemv.Layout]:
+    """The layouts of gemv.cu that fit: what is under way per lane, blocks per SM, tiles per block."""
+    given = (rows, layer.inputs, layer.out, layer.gated, layer.normed, sms)
+    found = [gemv.layout(*given)]
+    for depth, resident in LAYOUTS[rows <= 2]:
+        for split, rounds in ((1, 1), (1, 2), (1, 4), (2, 1)):
+            one = gemv.layout(*given, split=split, depth=depth, resident=resident, rounds=rounds)
+            if one is not None and one.blocks >= 1.9 * sms:
+                found.append(one)
+    return list(dict.fromkeys(one for one in found if one is not None))
 
 
 def compile_all(wanted: Iterable[Kernel], arch: str, workers: int) -> int:

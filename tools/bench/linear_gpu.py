@@ -18,17 +18,18 @@ from torch.nn import functional as F
 
 from bench import kernels_ceilings, kernels_timing
 from bench import linear_cases as cases
-from bench.kernels_record import TIME, Figure
+from bench.kernels_record import TIME, Figure, Table
 from bench.linear_cases import Layer
 from dagengine_kernels.cuda_linear import CudaLinear
-from dagengine_kernels.fused.cuda import driver, skinny
+from dagengine_kernels.fused.cuda import driver, gemv
 from dagengine_kernels.norm import rms_norm, silu_mul
 
 EPS = 1e-5
 SCALE = 1 / 64
 MEMORY_BYTES = 17 << 30
-OURS, CUBLAS, INVARIANT, TORCH = (
+OURS, FEW, CUBLAS, INVARIANT, TORCH = (
     "CudaLinear",
+    "CudaLinear, few_rows=8",
     "CudaLinear, few_rows=0",
     "CudaLinear, batch_invariant",
     "torch.mm",
@@ -38,7 +39,7 @@ CEILINGS = "ceilings"
 ERROR = "error"
 READ, FLOOR = "of the read bandwidth", "of the floor"
 WORSE_THAN_TORCH = 1.25
-CHAIN_ROWS = (1, 2, 4, 8, 16, 32, 64)
+CHAIN_ROWS = (1, 2, 4, 8, 16, 64)
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Run:
 def measure(layers: Sequence[Layer], rows: Sequence[int], *, quick: bool, sweep: bool, seconds: float) -> Run:
     """Compile, check, time. Timing stops when `seconds` have passed; the checks do not."""
     started = time.monotonic()
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # as in the engine
     device = torch.cuda.current_device()
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     arch = driver.architecture(torch.cuda.get_device_capability(device))
@@ -110,8 +112,9 @@ def measure(layers: Sequence[Layer], rows: Sequence[int], *, quick: bool, sweep:
     if sweep:
         for layer in layers:
             for number in rows:
-                if number <= skinny.MAX_ROWS and run.has_time(f"the layouts of {layer.case(number)}"):
+                if number <= gemv.MAX_ROWS and run.has_time(f"the layouts of {layer.case(number)}"):
                     layouts(run, layer, number)
+    run.notes.append(few_rows_won(run, layers, rows))
     ended = time.monotonic()
     run.notes.append(
         f"{count} kernels made ready in {compiled - started:.0f} s, checks {checked - compiled:.0f} s, "
@@ -177,8 +180,9 @@ def check(run: Run, layer: Layer, rows: int) -> None:
     want = by_torch(layer, given, weight, torch.float64)
     plain = distance(by_torch(layer, given, weight), want)
     run.add(Figure.count(layer.case(rows), TORCH, ERROR, plain, "relative L2"))
-    for name, built in contenders(layer, given, weight, rows):
-        error = distance(built(given.x, given.residual, dtype=layer.out_dtype), want)
+    for name, built in contenders(layer, given, weight, rows, run.sms):
+        residual = None if given.residual is None else given.residual.clone()
+        error = distance(built(given.x, residual, dtype=layer.out_dtype), want)
         if error == float("inf"):
             run.faults.append(f"{layer.case(rows)}: {name} gives values that are not finite")
             continue
@@ -187,12 +191,18 @@ def check(run: Run, layer: Layer, rows: int) -> None:
             run.faults.append(f"{layer.case(rows)}: {name} is off by {error:.2e}, torch by {plain:.2e}")
 
 
-def contenders(layer: Layer, given: Tensors, weight: Tensor, rows: int) -> Iterator[tuple[str, CudaLinear]]:
-    make = partial(CudaLinear, weight, norm=given.norm, eps=EPS, gated=layer.gated)
+def contenders(
+    layer: Layer, given: Tensors, weight: Tensor, rows: int, sms: int
+) -> Iterator[tuple[str, CudaLinear]]:
+    make = partial(
+        CudaLinear, weight, norm=given.norm, eps=EPS, gated=layer.gated, over_residual=layer.residual
+    )
     yield OURS, make()
-    if 8 <= rows <= skinny.MAX_ROWS:
+    if rows <= gemv.MAX_ROWS:
+        if gemv.layout(rows, layer.inputs, layer.out, layer.gated, layer.normed, sms) is not None:
+            yield FEW, make(few_rows=gemv.MAX_ROWS)
         yield CUBLAS, make(few_rows=0)
-    if rows > skinny.MAX_ROWS:
+    if rows in cases.INVARIANT_ROWS:
         yield INVARIANT, make(batch_invariant=True)
 
 
@@ -218,7 +228,7 @@ def times(run: Run, layer: Layer, rows: int) -> None:
     weights = run.weights(layer, layer.copies)
     calls: dict[str, list[Callable[[], object]]] = {}
     for weight in weights:
-        for name, built in contenders(layer, given, weight, rows):
+        for name, built in contenders(layer, given, weight, rows, run.sms):
             call = partial(built, given.x, given.residual, dtype=layer.out_dtype)
             calls.setdefault(name, []).append(call)
     if rows == 1:
@@ -228,6 +238,20 @@ def times(run: Run, layer: Layer, rows: int) -> None:
     sampled = race(run, calls)
     for name, samples in sampled.items():
         record(run, layer.case(rows), name, samples, layer.fewest_bytes(rows), layer.operations(rows))
+
+
+def few_rows_won(run: Run, layers: Iterable[Layer], rows: Iterable[int]) -> str:
+    """Up to how many rows gemv.cu was at least as fast as cuBLAS with the launches around it."""
+    table, told = Table(tuple(run.figures)), []
+    for layer in layers:
+        won = 0
+        for number in sorted(rows):
+            few, cublas = (table.find(layer.case(number), TIME, name) for name in (FEW, CUBLAS))
+            if few is None or cublas is None or few.value > cublas.value:
+                break
+            won = number
+        told.append(f"{layer.model} {layer.name} {won}")
+    return f"Of the measured numbers of rows gemv.cu wins up to: {', '.join(told)}."
 
 
 def _read(weight: Tensor) -> None:
@@ -252,17 +276,28 @@ def chains(run: Run, rows: Iterable[int], quick: bool) -> None:
         parts.append(block)
     last = run.weights(head, 1, first)[0]
     norms = [1 + random(i, qkv.inputs) / 4 for i in range(3)]
-    built = [
-        [CudaLinear(w, norm=norms[0] if s.normed else None, eps=EPS, gated=s.gated) for s, w in block]
-        for block in parts
-    ]
-    top = CudaLinear(last, norm=norms[2], eps=EPS)
 
-    def ours(x: Tensor) -> Tensor:
-        for a, b, c, d in built:
-            x = b(a(x)[:, : out.inputs], x)
-            x = d(c(x), x)
-        return top(x, dtype=torch.float32)
+    def ours(few_rows: int | None) -> Callable[[Tensor], Tensor]:
+        make = partial(CudaLinear, eps=EPS, few_rows=few_rows)
+        built = [
+            [
+                make(w, norm=norms[0] if s.normed else None, gated=s.gated, over_residual=s.residual)
+                for s, w in block
+            ]
+            for block in parts
+        ]
+        top = make(last, norm=norms[2])
+
+        def forward(x: Tensor) -> Tensor:
+            x = x.clone()
+            for a, b, c, d in built:
+                x = b(a(x)[:, : out.inputs], x)
+                x = d(c(x), x)
+            return top(x, dtype=torch.float32)
+
+        return forward
+
+    variants = {OURS: ours(None), CUBLAS: ours(0), FEW: ours(gemv.MAX_ROWS)}
 
     def plain(x: Tensor) -> Tensor:
         for (_, a), (_, b), (_, c), (_, d) in parts:
@@ -279,14 +314,19 @@ def chains(run: Run, rows: Iterable[int], quick: bool) -> None:
         if not run.has_time(case):
             continue
         x = random(number, number, qkv.inputs)
-        y, want = ours(x), plain(x)
-        if not bool(y.isfinite().all()) or distance(y, want.double()) > 0.1:
-            run.faults.append(f"{case}: {distance(y, want.double()):.2e} from torch's")
+        raced = {
+            name: forward for name, forward in variants.items() if name == OURS or number <= gemv.MAX_ROWS
+        }
+        want = plain(x)
+        off = {name: distance(forward(x), want.double()) for name, forward in raced.items()}
+        if not max(off.values()) <= 0.1:
+            run.faults.append(f"{case}: {off} from torch's")
             continue
         layers = [layer for block in parts for layer, _ in block] + [head]
         num_bytes = sum(layer.fewest_bytes(number) for layer in layers)
         operations = sum(layer.operations(number) for layer in layers)
-        sampled = race(run, {OURS: [partial(ours, x)], "torch": [partial(plain, x)]})
+        calls = {name: [partial(forward, x)] for name, forward in raced.items()}
+        sampled = race(run, calls | {"torch": [partial(plain, x)]})
         for name, samples in sampled.items():
             record(run, case, name, samples, num_bytes, operations)
 
@@ -325,28 +365,26 @@ def _sweep_kernels(layers: Sequence[Layer], rows: Sequence[int], sms: int) -> It
     for layer in layers:
         base = {"DTYPE": 2, "OUT_TYPE": 0 if layer.wide else 2, "GATED": int(layer.gated)}
         for number in rows:
-            normed = layer.normed and number <= skinny.NORM_ROWS
             for one in cases.layouts(layer, number, sms):
-                yield "skinny", tuple(skinny.macros(base, one, layer.inputs, normed).items())
+                yield "gemv", tuple(gemv.macros(base, one, layer.inputs, layer.normed).items())
 
 
 def layouts(run: Run, layer: Layer, rows: int) -> None:
     """One layer by every layout that fits, and without an overlap of launches."""
     given = Tensors.of(layer, rows)
-    weights = run.weights(layer, layer.copies)
-    norm = layer.normed and rows <= skinny.NORM_ROWS
     built = [
-        CudaLinear(w, norm=given.norm if norm else None, eps=EPS, gated=layer.gated)._layer for w in weights
+        CudaLinear(w, norm=given.norm, eps=EPS, gated=layer.gated)._layer
+        for w in run.weights(layer, layer.copies)
     ]
     calls: dict[str, list[Callable[[], object]]] = {}
     y = torch.empty(rows, layer.out, dtype=layer.out_dtype, device="cuda")
-    default = skinny.layout(rows, layer.inputs, layer.out, layer.gated, norm, run.sms)
+    default = gemv.layout(rows, layer.inputs, layer.out, layer.gated, layer.normed, run.sms)
     for one in cases.layouts(layer, rows, run.sms):
-        name = f"{one.stages} stages{', streamed' if one.streamed else ''}{', late' if one.late else ''}"
-        name += f", {one.shared_bytes >> 10} KiB{', chosen' if one == default else ''}"
-        for pdl in (True, False) if one.late else (True,):
+        name = f"{one.depth} under way, {one.resident} blocks, {one.rounds} tiles, {one.split} warps share"
+        name += ", chosen" if one == default else ""
+        for pdl in (True, False) if one == default else (True,):
             calls[name + ("" if pdl else ", no overlap")] = [
-                partial(skinny.multiply, w, one, given.x, given.residual, y, norm=norm, pdl=pdl)
+                partial(gemv.multiply, w, one, given.x, given.residual, y, norm=layer.normed, pdl=pdl)
                 for w in built
             ]
     for name, samples in race(run, calls).items():

@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -109,6 +111,16 @@ class PlanningBackend(AttentionBackend):
         raise AssertionError("nothing runs")
 
 
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Plans are loaded as on a GPU, but nothing is compiled."""
+    with (
+        patch.object(attend.driver, "kernel", lambda *arguments, **options: NoKernel()),
+        patch.object(attend, "prepare", lambda device=None: None),
+    ):
+        yield
+
+
 def make(num_works: int) -> tuple[CudaRunner, list[Work]]:
     geometry = geometry_from_config(MODEL)
     pages = num_works * (CONTEXT // PAGE_SIZE + 80) + 1
@@ -174,13 +186,11 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
-    attend.driver.kernel = lambda *arguments, **options: NoKernel()  # type: ignore[assignment,return-value]
-    attend.prepare = lambda device=None: None  # type: ignore[assignment]
-    print("works   steady µs   planned anew µs")
-    for num_works in (1, 8, 64, 256):
-        print(
-            f"{num_works:5}   {measure(num_works, steps, ahead):9.0f}   {measure(num_works, steps, anew):15.0f}"
-        )
+    with without_kernels():
+        print("works   steady µs   planned anew µs")
+        for num_works in (1, 8, 64, 256):
+            steady, planned = measure(num_works, steps, ahead), measure(num_works, steps, anew)
+            print(f"{num_works:5}   {steady:9.0f}   {planned:15.0f}")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def sample(
 ) -> list[Sampled | NonFiniteLogits]:
     """One launch of a new sampler on the device of the logits; every row becomes a sequence of its own."""
     sampler = Sampler(logits.device, vocab_size or logits.shape[1])
-    return sampler.launch(logits, [replace(one, key=i) for i, one in enumerate(rows)]).results()
+    return sampler.launch(logits, [one._replace(key=i) for i, one in enumerate(rows)]).results()
 
 
 def splitmix64(state: int) -> SequenceOf[int]:

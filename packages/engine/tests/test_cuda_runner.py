@@ -161,6 +161,23 @@ def test_work_that_was_given_other_pages_is_planned_anew_at_the_same_place():
     assert pair.twin.num_plans == planned + 1
 
 
+def test_pages_that_were_given_back_are_planned_anew():
+    """The plan says where the next tokens go; other work writes there now."""
+    pair = Pair(page_size=4)
+    work, other = pair.stepper.work(3), pair.stepper.work(5)
+    pair.prefill([work])
+    work.writer.reserve(9)
+    pair.decode([work])
+    promised = list(work.writer.pages)
+    assert work.writer.give_back(0) == 2
+    planned = pair.twin.num_plans
+    pair.prefill([other])
+    assert set(other.writer.pages) == set(promised[1:])
+    pair.decode([work], 6)
+    assert pair.twin.num_plans > planned
+    assert work.writer.pages[:1] == promised[:1] and not set(work.writer.pages[1:]) & set(promised)
+
+
 def test_a_failed_launch_is_not_continued():
     pair = Pair(page_size=16)
     work = pair.stepper.work(3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +144,7 @@ def test_packing_a_batch_waits_for_nothing(qwen3: Path, device: torch.device) ->
     core._runner.build_input([chunk], ids)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        batch = core._runner.build_input([replace(chunk)], ids)
+        batch = core._runner.build_input([chunk], ids)
         done = core._runner.marker()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -31,7 +31,7 @@ def draw(logits: Tensor, one: SamplingRow) -> Sampled:
 
 def draws(logits: list[float], one: SamplingRow, count: int = DRAWS) -> Counter[int]:
     """Ids of `count` sequences with seeds of their own."""
-    rows = [replace(one, seed=seed) for seed in range(count)]
+    rows = [one._replace(seed=seed) for seed in range(count)]
     results = sample(torch.tensor(logits).expand(count, -1), rows)
     assert all(isinstance(result, Sampled) for result in results)
     return Counter(result.token_id for result in results)
@@ -260,7 +260,7 @@ def test_a_row_never_depends_on_the_other_rows_of_the_batch(
 def test_a_row_does_not_depend_on_the_ids_past_the_vocabulary() -> None:
     logits = torch.randn(11, 50, generator=torch.Generator().manual_seed(2))
     rows = [row(p, seed=i, seen=(1, 2, 55), sampled=(3, 51), banned=(4, 52)) for i, p in enumerate(OPTIONS)]
-    rows[5] = replace(rows[5], params=replace(OPTIONS[5], logit_bias={3: 5.0, 53: 100.0}))
+    rows[5] = rows[5]._replace(params=replace(OPTIONS[5], logit_bias={3: 5.0, 53: 100.0}))
     for filler in (1e9, float("nan"), -torch.inf):
         wide = torch.cat([logits, torch.full((11, 6), filler)], dim=1)
         assert sample(wide, rows, vocab_size=50) == sample(logits, rows)

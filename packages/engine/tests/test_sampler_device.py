@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -76,7 +74,7 @@ def test_a_launch_reads_nothing_of_what_it_computes(vocab: int) -> None:
     for step in range(3):
         pending = sampler.launch(torch.empty(24, vocab, device=device), rows_of(24, vocab, step))
         assert pending.ids.shape == (24,) and pending.ids.dtype == torch.int64 and pending.ids.is_meta
-    again = replace(rows_of(24, vocab)[4], step=1, sampled=(3,))
+    again = rows_of(24, vocab)[4]._replace(step=1, sampled=(3,))
     sampler.launch(torch.empty(1, vocab, device=device), [again])
     for key in range(24):
         sampler.forget(key)
@@ -99,7 +97,7 @@ def test_cuda_launches_without_waiting() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         pendings = [sampler.launch(logits, rows_of(36, 5000, step)) for step in range(3)]
-        again = replace(rows_of(36, 5000)[4], step=1, sampled=(3,))
+        again = rows_of(36, 5000)[4]._replace(step=1, sampled=(3,))
         pendings.append(sampler.launch(logits[:1], [again]))
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -116,7 +114,7 @@ def test_cuda_chooses_what_the_cpu_chooses(vocab: int) -> None:
     differ, count = 0, 0
     for seed in range(6):
         here, there = cuda_logits(60, vocab, seed)
-        rows = [replace(one, seed=1000 * seed + i) for i, one in enumerate(rows_of(60, vocab))]
+        rows = [one._replace(seed=1000 * seed + i) for i, one in enumerate(rows_of(60, vocab))]
         cpu = Sampler(here.device, vocab).launch(here, rows).results()
         cuda = Sampler(there.device, vocab).launch(there, rows).results()
         for a, b, values, one in zip(cpu, cuda, here.tolist(), rows, strict=True):
@@ -153,7 +151,7 @@ def test_cuda_counts_ids_the_host_has_not_heard_of() -> None:
     ids = {}
     for device in ("cpu", "cuda"):
         sampler, there = Sampler(torch.device(device), 300), logits.to(device)
-        steps = [sampler.launch(there, [replace(one, step=step) for one in rows]).ids for step in range(20)]
+        steps = [sampler.launch(there, [one._replace(step=step) for one in rows]).ids for step in range(20)]
         ids[device] = torch.stack(steps).cpu()
     assert torch.equal(ids["cpu"], ids["cuda"])
 

@@ -60,6 +60,8 @@ def test_a_broken_plug_in_is_listed_and_breaks_nothing_else(monkeypatch, target)
         ((0, 1, 8, 1.0), "num_heads"),
         ((2, 1, 8, 1.0, 0), "window"),
         ((2, 1, 8, 1.0, None, -1.0), "softcap"),
+        ((2, 1, 8, float("nan"), None, None), "scale"),
+        ((2, 1, 8, float("inf"), None, None), "scale"),
     ],
 )
 def test_shapes_that_make_no_sense_are_refused(arguments, field):

@@ -52,6 +52,52 @@ def test_a_reservation_is_all_or_nothing() -> None:
         writer.reserve(-1)
 
 
+def test_a_reservation_can_leave_states_alone() -> None:
+    store = make_store(num_pages=3)
+    state = write(store, [1, 2, 3, 4, 5])
+    writer = store.begin([], [], 0, signature=SIGNATURE)
+    writer.reserve(4, evict=False)
+    with pytest.raises(OutOfPages) as caught:
+        writer.reserve(5, evict=False)
+    assert (caught.value.needed, caught.value.available) == (1, 0)
+    assert store.num_unused == 0 and all(page is not None for page in state.pages)
+    writer.reserve(5)
+    assert len(writer.pages) == 2 and None in state.pages
+
+
+def test_pages_behind_what_is_needed_go_back_the_last_first() -> None:
+    store = make_store(num_pages=8)
+    writer = store.begin([], [], 0, signature=SIGNATURE)
+    writer.reserve(20)
+    writer.append([1, 2, 3])
+    pages = writer.pages
+    assert writer.pages_spare(2) == 3 and writer.pages_spare(1) == 4
+    assert writer.give_back(2, most=1) == 1
+    assert writer.pages == pages[:4] and len(pages) == 5, "who remembered the list sees that it is another"
+    assert writer.give_back(2) == 2 and writer.give_back(2) == 0
+    assert writer.pages == pages[:2] and store.num_unused == 6
+    assert writer.append([4, 5]) == [3, 4]
+    store.check()
+    for count, most, field in ((-1, None, "count"), (0, -1, "most")):
+        with refused("invalid_count", field):
+            writer.give_back(count, most)
+    writer.abort()
+    with refused("writer_closed"):
+        writer.give_back(0)
+
+
+def test_pages_given_back_are_free_while_a_step_runs() -> None:
+    store = make_store(num_pages=3)
+    writer = store.begin([], [], 0, signature=SIGNATURE)
+    writer.reserve(12)
+    writer.append([1, 2])
+    fence = store.begin_step()
+    assert writer.give_back(0) == 2
+    assert store.num_unused == 2 and store.stats().pages_waiting == 0
+    store.end_step(fence)
+    store.check()
+
+
 def test_a_seal_needs_every_token_committed_and_valid_spans() -> None:
     store = make_store()
     writer = store.begin([], [], 0, signature=SIGNATURE)

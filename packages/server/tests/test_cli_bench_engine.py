@@ -8,7 +8,7 @@ import importlib
 import json
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +121,26 @@ def test_offline_measures_rates_and_latencies(model_folder: Path, capsys: pytest
     assert found["TTFT, p90", None]["value"] >= found["TTFT", None]["p50"]
     assert found["output rate", None]["value"] > 0
     assert found["decode step", "its bytes at the measured bandwidth"]["n"] == 2
+    assert ("host time not hidden", None) not in found, "on a CPU the host computes"
     one = by_metric(rows, "1 stream, 1 requests")
     assert one["time per token", "its bytes at the measured bandwidth"]["n"] == 2 * 3
+
+
+def test_offline_says_how_long_a_gpu_waits_for_the_host(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = iter((0.01, 0.03))
+
+    def watched(self: Probe, run: Callable[[], None]) -> float:
+        run()
+        return next(shares)
+
+    monkeypatch.setattr(Probe, "watched", watched)
+    sizes = ["--streams", "2", "--input-len", "10", "--output-len", "4", "--repeats", "2"]
+    found = by_metric(measure(capsys, "offline", *engine(model_folder), *sizes), "2 streams")
+    row = found["host time not hidden", None]
+    assert (row["unit"], row["n"]) == ("%", 2) and row["value"] == pytest.approx(2.0)
+    assert found["TTFT", None]["n"] == 4, "the watched runs are those whose streams are kept"
 
 
 def test_offline_runs_more_requests_than_streams_of_drawn_lengths(

@@ -29,6 +29,7 @@ def show(
     kv_pages: options.KvPages = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = None,
     enforce_eager: options.EnforceEager = False,
+    overlap: options.Overlap = None,
     batch_invariant: options.BatchInvariant = False,
     config: options.Config = None,
 ) -> None:
@@ -81,6 +82,20 @@ def test_the_engines_device_and_memory_come_from_everywhere(tmp_path: Path) -> N
     }
     text = run("--config", str(file), "--device", "cpu", DAGENGINE_DEVICE="cuda")[1]
     assert "device=cpu from command line" in text
+
+
+def test_overlap_is_on_off_or_the_devices(tmp_path: Path) -> None:
+    def overlap(*arguments: str, **environment: str) -> object:
+        status, text = run(*arguments, **environment)
+        assert status == 0, text
+        return ast.literal_eval(text.splitlines()[-1]).get("overlap")
+
+    file = tmp_path / "overlap.toml"
+    file.write_text("overlap = false\n")
+    assert overlap() is None
+    assert overlap("--config", str(file)) is False
+    assert overlap("--config", str(file), DAGENGINE_OVERLAP="1") is True
+    assert overlap("--no-overlap", DAGENGINE_OVERLAP="1") is False
 
 
 def test_every_field_of_the_engine_that_a_command_takes_is_one() -> None:

@@ -144,6 +144,10 @@ def _build_core(
     log.info("device %s: %s", device, placement.reason)
     use_device(device)
     _check_options(config, device, dtype, files.geometry)
+    if device.type == "cuda":
+        # cuBLAS may otherwise add up parts of a sum in bfloat16: errors above the rounding of the result.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     has_text = text and (folder / "tokenizer.json").exists()
     tokenizer = Tokenizer(folder, chat_template) if has_text else None
     begin = time.perf_counter()

@@ -29,6 +29,7 @@ from dagengine_positions import ModelAdapter, ModelGeometry
 from .attention import choose_backend, make_backend
 from .config import EngineConfig
 from .errors import DagError, as_dag_error
+from .host_time import HostTime
 from .pipeline import Launch, Pipeline
 from .prepare import Preparer, ResolvedRef
 from .request import ContextRef, Event, FinishedEvent, Keep, Request, check_parent, check_request
@@ -290,6 +291,25 @@ class EngineCore:
                 backend.reset_stats()
         return peaks
 
+    def watch_host(self) -> HostTime:
+        """From now on count how long the device waits for the host between decode steps. Call between requests.
+
+        Raises: DagError `unsupported` where the device is not CUDA: a CPU computes what it is told at once.
+        """
+        device = self.attention.device
+        if device.type != "cuda":
+            raise DagError(
+                "unsupported", f"on a {device.type} steps are computed by the host itself", "device"
+            )
+        self._pipeline.host_time = HostTime()
+        return self._pipeline.host_time
+
+    def unwatch_host(self) -> None:
+        """Stop counting, and count what is done already."""
+        times, self._pipeline.host_time = self._pipeline.host_time, None
+        if times is not None:
+            times.finish()
+
     def take_events(self) -> list[Event]:
         """What happened outside of a step, such as a cancellation."""
         events, self._events = self._events, []
@@ -384,13 +404,18 @@ class EngineCore:
     def _seal_complete(self) -> None:
         """Seal, or end, what is computed and samples nothing more."""
         for work in list(self._scheduler.running):
-            if isinstance(work, Sequence) and work.phase is Phase.RUNNING and work.complete:
+            if (
+                not work.pending
+                and isinstance(work, Sequence)
+                and work.phase is Phase.RUNNING
+                and work.complete
+            ):
                 self._seal(work)
 
     def _append(self, sequence: Sequence, result: Sampled) -> None:
         self._stats.generated_tokens += 1
         sequence.accept(result)
-        if sequence.writer.num_known < sequence.writer.num_tokens:
+        if sequence.writer.num_unknown:
             sequence.writer.fill([result.token_id])
         event = sequence.take_event()
         if event is not None:

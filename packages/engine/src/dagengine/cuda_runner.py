@@ -124,6 +124,7 @@ class _Batch:
     Attributes:
         ids, contexts: of its works, in order.
         computed: of each before the next launch.
+        pages: the lists of pages that they were planned with; other lists once some were given back.
         room: launches for which the reserved pages still suffice.
         positions: int64 [B] of the next launch.
         graph: None where launches are eager.
@@ -133,6 +134,7 @@ class _Batch:
     ids: list[int]
     contexts: list[Extents]
     computed: list[int]
+    pages: list[list[int]]
     room: int
     positions: NDArray[np.int64]
     plans: list[Plan]
@@ -147,6 +149,7 @@ class _Batch:
             and [work.computed for work in works] == self.computed
             and [work.id for work in works] == self.ids
             and all(map(is_, [work.context for work in works], self.contexts))
+            and all(map(is_, [work.writer.pages for work in works], self.pages))
         )
 
     def advance(self) -> None:
@@ -246,6 +249,7 @@ class CudaRunner(Runner):
             ids=[work.id for work in works],
             contexts=[work.context for work in works],
             computed=computed,
+            pages=[work.writer.pages for work in works],
             room=room,
             positions=positions,
             plans=plans,

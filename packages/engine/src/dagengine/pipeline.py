@@ -22,6 +22,7 @@ from torch import Tensor
 from dagengine_kernels import AttentionBackend
 from dagengine_kvstore import KVStore
 
+from .host_time import HostTime
 from .runner import Chunk, Runner
 from .sampler import NonFiniteLogits, PendingSample, Sampled, Sampler
 from .sequence import Sequence
@@ -69,6 +70,9 @@ class Pipeline:
     Args:
         backend: an attention backend by its name.
         keep_logits: leave each launch's logits with it.
+
+    Attributes:
+        host_time: counts how long the device waits for the host, if it is to be counted.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Pipeline:
         self._backend, self._keep_logits = backend, keep_logits
         self._flights: deque[Flight] = deque()
         self._ids: dict[str, Tensor] = {}
+        self.host_time: HostTime | None = None
 
     @property
     def num_in_flight(self) -> int:
@@ -94,6 +99,8 @@ class Pipeline:
         flight = Flight(self._store.begin_step())
         self._flights.append(flight)
         previous, self._ids = self._ids, {}
+        if self.host_time is not None:
+            self.host_time.begin(decode=all(chunk.count == 1 for chunk in chunks))
         for name, group in _by_backend(chunks).items():
             launch = Launch(group)
             flight.launches.append(launch)
@@ -102,6 +109,8 @@ class Pipeline:
             except Exception as error:
                 log.exception("a launch failed; its requests end")
                 launch.error = error
+        if self.host_time is not None:
+            self.host_time.end()
         return flight
 
     def collect(self) -> tuple[Flight, list[Launch]]:
@@ -142,6 +151,8 @@ class Pipeline:
 
 
 def _by_backend(chunks: SequenceOf[Chunk]) -> dict[str, list[Chunk]]:
+    if len({chunk.work.backend for chunk in chunks}) == 1:
+        return {chunks[0].work.backend: list(chunks)}
     groups: dict[str, list[Chunk]] = {}
     for chunk in chunks:
         groups.setdefault(chunk.work.backend, []).append(chunk)

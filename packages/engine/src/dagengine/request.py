@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .errors import DagError, shown
 from .sampling import SamplingParams
@@ -140,8 +140,7 @@ class Choice:
     dag: DagInfo
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """New text of one answer. Joined over a request these give exactly the finished text and ids."""
 
     request_id: str

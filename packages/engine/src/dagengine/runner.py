@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +37,7 @@ from .models.registry import Model
 from .work import Work
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The next `count` own tokens of `work`, with the slots (page * page_size + row) their KV goes to.
 
     They begin at `work.computed`, which moves on once the chunk is launched.

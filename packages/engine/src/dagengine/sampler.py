@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +36,7 @@ FEW = 1024
 """Where top-p keeps fewer tokens than this, which a CPU can look at, it does not sort the vocabulary."""
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     token_id: int
     logprob: TokenLogprob | None
 

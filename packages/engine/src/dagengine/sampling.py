@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 from .errors import DagError, shown
 
@@ -59,6 +60,16 @@ class SamplingParams:
     logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     n: int = 1
+
+    @cached_property
+    def penalised(self) -> bool:
+        """Whether a choice depends on what was seen or sampled before."""
+        return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty)
+
+    @cached_property
+    def plain_greedy(self) -> bool:
+        """Whether the arg max of the model's logits is the choice, unless ids are banned."""
+        return self.temperature == 0.0 and not self.logit_bias and not self.penalised
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +29,7 @@ CHUNK_ELEMENTS = {"cpu": 1 << 16}
 CHUNK_ELEMENTS_ELSEWHERE = 1 << 22
 
 
-@dataclass(frozen=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """One row to sample: its parameters, and what identifies and precedes this choice.
 
     Attributes:
@@ -53,8 +53,7 @@ class SamplingRow:
     @property
     def penalised(self) -> bool:
         """Whether the choice depends on what was seen or sampled before."""
-        p = self.params
-        return p.repetition_penalty != 1.0 or bool(p.presence_penalty or p.frequency_penalty)
+        return self.params.penalised
 
     @property
     def changed(self) -> bool:
@@ -63,7 +62,7 @@ class SamplingRow:
 
     @property
     def plain_greedy(self) -> bool:
-        return self.params.temperature == 0.0 and not self.changed
+        return self.params.plain_greedy and not self.banned
 
 
 class Kind(IntEnum):

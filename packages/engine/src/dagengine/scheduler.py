@@ -10,6 +10,10 @@ A step may be in flight while the next one is chosen. Then nobody loses pages: w
 and `schedule` asks for that step to be collected first. So a preempted sequence has no token pending and no row in
 flight, and its pages are free at once.
 
+Where the batch that decodes changes, or one of it needs a page, each of it gets the page behind the one that it fills,
+too, as long as pages are unused and it can sample so many tokens. So a runner that plans then plans for page_size
+steps. Whoever needs pages takes these back first, from the last in order, before a state is evicted or work preempted.
+
 Who gets how much of a step's tokens: sequences that decode, one each; then those that compute their input, in order.
 One that has more than `LONG_STEPS` whole steps of that to do leaves a quarter of what it found to those behind it, if
 there are any, and takes what they leave. So behind m long inputs a request that may run gets 4^-m of what is not
@@ -23,7 +27,7 @@ from bisect import insort
 from collections.abc import Callable, Iterator
 from itertools import chain, count
 
-from dagengine_kvstore import KVStore, NotResident, OutOfPages, RestoreWriter
+from dagengine_kvstore import KVStore, NotResident, OutOfPages, RestoreWriter, Writer
 
 from .config import EngineConfig
 from .errors import DagError
@@ -65,6 +69,7 @@ class Scheduler:
         self.num_restores = 0
         self._restoring: Restoring | None = None
         self._chunks: dict[int, tuple[Work, int]] = {}
+        self._decoding: list[int] = []
         self._in_flight = False
 
     def add(self, sequence: Sequence) -> None:
@@ -105,7 +110,15 @@ class Scheduler:
         preempted = self.num_preemptions
         left = [(work, work.remaining) for work in self.running]
         decoding = [work for work, remaining in left if remaining == 1]
-        for work in chain(decoding, [work for work, remaining in left if remaining > 1]):
+        filling = [work for work, remaining in left if remaining > 1]
+        ids = [work.id for work in decoding]
+        short = [work for work in decoding if work.writer.pages_needed(1)]
+        first = decoding
+        if len(ids) <= budget and not short:
+            self._chunks = {work.id: (work, 1) for work in decoding}
+            budget -= len(ids)
+            first = []
+        for work in chain(first, filling):
             if work.phase is not Phase.RUNNING or not budget:
                 continue
             size = self._share(work, budget)
@@ -118,6 +131,30 @@ class Scheduler:
                 break
             budget -= admitted
         self._spend(budget)
+        if short or ids != self._decoding:
+            self._reserve_ahead(decoding)
+        self._decoding = ids
+
+    def _reserve_ahead(self, decoding: list[Work]) -> None:
+        """Unused pages for the tokens that chosen work samples in the next page_size steps."""
+        for work in decoding:
+            if work.id in self._chunks and isinstance(work, Sequence):
+                ahead = min(work.writer.page_size, work.most_tokens - work.writer.num_tokens - 1)
+                try:
+                    work.writer.reserve(1 + ahead, evict=False)
+                except OutOfPages:
+                    return
+
+    def _take(self, writer: Writer | RestoreWriter, count: int) -> None:
+        """Pages for `count` more tokens, those reserved ahead before evicted states'. Raises OutOfPages."""
+        short = writer.pages_needed(count) - self._store.num_unused
+        if short > 0:
+            spare = [(work, work.writer.pages_spare(work.remaining)) for work in self.running]
+            total = sum(pages for _, pages in spare)
+            if total and self._store.can_fit(writer.pages_needed(count) - total, reads=writer.node.reads):
+                for work, _ in reversed(spare):
+                    short -= work.writer.give_back(work.remaining, max(0, short))
+        writer.reserve(count)
 
     def _share(self, work: Work, budget: int) -> int:
         """How many of the `budget` tokens that are left this work gets, while others may follow."""
@@ -128,13 +165,13 @@ class Scheduler:
         return budget - budget // 4 if followed else budget
 
     def _spend(self, budget: int) -> None:
-        """Give what those behind a long input could not use back to it."""
-        for work, size in list(self._chunks.values()):
+        """Give what those behind a long input could not use back to it. Who got one token found, or has, no more."""
+        for work, size in [chosen for chosen in self._chunks.values() if chosen[1] > 1]:
             more = min(budget, work.remaining - size)
             if not more:
                 continue
             try:
-                work.writer.reserve(size + more)
+                self._take(work.writer, size + more)
             except OutOfPages:
                 continue
             self._chunks[work.id] = (work, size + more)
@@ -194,7 +231,7 @@ class Scheduler:
 
     def _reserve_waiting(self, sequence: Sequence) -> bool:
         try:
-            sequence.writer.reserve(sequence.remaining)
+            self._take(sequence.writer, sequence.remaining)
         except OutOfPages:
             sequence.writer.rollback()  # type: ignore[union-attr]
             sequence.restart()
@@ -213,7 +250,7 @@ class Scheduler:
         """Pages for `size` more tokens of running work, taken from the last in order if there are none."""
         while True:
             try:
-                work.writer.reserve(size)
+                self._take(work.writer, size)
             except OutOfPages:
                 self._settle()
                 victims = [w for w in self.running if w.order > work.order or w is work]
@@ -270,7 +307,7 @@ class Scheduler:
         assert job.lease is not None
         while True:
             try:
-                writer.reserve(job.remaining)
+                self._take(writer, job.remaining)
             except OutOfPages:
                 if self._in_flight:
                     job.lease.release()
@@ -318,16 +355,13 @@ class Scheduler:
 
 def _chunk(work: Work, size: int) -> Chunk:
     """The next `size` tokens with their slots; the last one may be pending."""
-    known = work.tokens[work.computed : work.computed + size]
+    begin = work.computed
+    known = work.tokens[begin : begin + size]
     unknown = size - len(known)
     assert unknown <= 1, "at most the token that the step in flight samples is unknown"
-    return Chunk(
-        work,
-        size,
-        tuple(work.writer.append(known, unknown)),
-        samples=work.wants_logits and work.computed + size == work.num_tokens,
-        pending=work.pending_row if unknown else None,
-    )
+    slots = tuple(work.writer.append(known, unknown))
+    samples = begin + size == len(work.tokens) + work.pending and work.wants_logits
+    return Chunk(work, size, slots, samples, work.pending_row if unknown else None)
 
 
 def _never_fits(sequence: Sequence) -> DagError:

@@ -23,6 +23,8 @@ from .work import Phase, Work
 SEED_STRIDE = GAMMA
 """Answers of one request draw from seeds this far apart (2^64 over the golden ratio, rounded to odd)."""
 
+NOTHING: frozenset[int] = frozenset()
+
 
 @dataclass(eq=False)
 class Sequence(Work):
@@ -83,9 +85,11 @@ class Sequence(Work):
     @property
     def wants_logits(self) -> bool:
         """Whether a token is sampled once everything so far is computed: not past the limit, which is known ahead."""
-        if self.sampling is None or self.finish_reason is not None:
-            return False
-        return len(self.tokens) - self.num_input + self.pending < self.max_tokens
+        return (
+            self.finish_reason is None
+            and self.sampling is not None
+            and len(self.tokens) - self.num_input + self.pending < self.max_tokens
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -95,17 +99,24 @@ class Sequence(Work):
     @property
     def remaining(self) -> int:
         """As of any work; the last token that may be sampled needs KV only in a node that is kept."""
-        pending = self.pending
+        known, pending = len(self.tokens), self.pending
         if not pending or self.finish_reason is not None:
-            return len(self.tokens) - self.computed
-        if not self.keep and not self.wants_logits:
+            return known - self.computed
+        if not self.keep and known - self.num_input + pending >= self.max_tokens:
             return 0
-        return len(self.tokens) + pending - self.computed
+        return known + pending - self.computed
+
+    @property
+    def most_tokens(self) -> int:
+        """Own tokens whose KV may ever be computed."""
+        if self.finish_reason is not None:
+            return len(self.tokens)
+        return self.num_input + self.max_tokens - (0 if self.keep else min(1, self.max_tokens))
 
     @property
     def complete(self) -> bool:
         """Whether nothing is left to sample, and everything is computed by steps that ended."""
-        return not self.wants_logits and self.committed
+        return not self.pending and not self.wants_logits and self.committed
 
     @property
     def prefilled(self) -> bool:
@@ -121,16 +132,15 @@ class Sequence(Work):
         """What the sampler must know to choose this answer's next token."""
         params = self.sampling
         assert params is not None
-        step = self.num_sampled + self.pending
-        penalties = (params.repetition_penalty - 1.0, params.presence_penalty, params.frequency_penalty)
+        step = len(self.tokens) - self.num_input + self.pending
         return SamplingRow(
-            params=params,
-            seed=None if self.seed is None else self.seed + self.index * SEED_STRIDE,
-            key=self.id,
-            step=step,
-            seen=self.seen,
-            sampled=self.sampled if any(penalties) else (),
-            banned=self.eos if step < params.min_tokens else frozenset(),
+            params,
+            None if self.seed is None else self.seed + self.index * SEED_STRIDE,
+            self.id,
+            step,
+            self.seen,
+            self.sampled if params.penalised else (),
+            self.eos if step < params.min_tokens else NOTHING,
         )
 
     def accept(self, result: Sampled) -> None:
@@ -139,12 +149,19 @@ class Sequence(Work):
         if self.first_token is None:
             self.first_token = time.perf_counter()
         self.tokens.append(result.token_id)
-        check_stop = self.num_sampled >= self.sampling.min_tokens
+        num_sampled = len(self.tokens) - self.num_input
+        check_stop = num_sampled >= self.sampling.min_tokens
         if result.token_id in self.eos:
             self.finish_reason = "stop"
             self.stop_reason = result.token_id if result.token_id in self.sampling.stop_token_ids else None
         else:
-            self._return(result, check_stop)
+            if result.logprob is not None:
+                self.logprobs.append(result.logprob)
+            self.num_returned += 1
+            if self.detokenizer is not None:
+                self.detokenizer.push(result.token_id, check_stop=check_stop)
+            if num_sampled >= self.max_tokens:
+                self.finish_reason = "length"
         text = self.detokenizer
         if text is None:
             return
@@ -155,29 +172,22 @@ class Sequence(Work):
             self.num_returned = text.num_kept()
             del self.logprobs[self.num_returned :]
 
-    def _return(self, result: Sampled, check_stop: bool) -> None:
-        if result.logprob is not None:
-            self.logprobs.append(result.logprob)
-        self.num_returned += 1
-        if self.detokenizer is not None:
-            self.detokenizer.push(result.token_id, check_stop=check_stop)
-        if self.num_sampled >= self.max_tokens:
-            self.finish_reason = "length"
-
     def take_event(self) -> TokenEvent | None:
         """New text and ids, if any. Ids that may turn out to lie inside a stop string wait with their text."""
-        finished, text = self.finish_reason is not None, self.detokenizer
-        delta = text.take(finished=finished) if text is not None else ""
-        settled = self.num_returned
-        if text is not None and not finished:
-            settled = min(settled, text.num_settled())
+        text, delta, settled = self.detokenizer, "", self.num_returned
+        if text is not None:
+            finished = self.finish_reason is not None
+            delta = text.take(finished=finished)
+            if not finished:
+                settled = min(settled, text.num_settled())
         begin = self.num_input
         ids = tuple(self.tokens[begin + self.emitted : begin + settled])
         if not delta and not ids:
             return None
         wanted = self.sampling is not None and self.sampling.logprobs is not None
         logprobs = tuple(self.logprobs[self.emitted : settled]) if wanted else None
-        self.emitted = max(self.emitted, settled)
+        if settled > self.emitted:
+            self.emitted = settled
         return TokenEvent(self.request.id, self.index, delta, ids, logprobs)
 
     def spans(self) -> dict[str, tuple[int, int]]:

@@ -7,6 +7,7 @@ the current step are appended to their pages before attention runs.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -48,6 +49,8 @@ class AttentionShape:
         if self.num_heads % self.num_kv_heads:
             message = f"must be a multiple of num_kv_heads {self.num_kv_heads}, not {self.num_heads}"
             raise KernelError(INVALID_ARGUMENT, message, "num_heads")
+        if not math.isfinite(self.scale):
+            raise KernelError(INVALID_ARGUMENT, f"must be finite, not {self.scale}", "scale")
         if self.window is not None and self.window < 1:
             raise KernelError(INVALID_ARGUMENT, f"must be at least 1, not {self.window}", "window")
         if self.softcap is not None and not self.softcap > 0:

@@ -3,13 +3,16 @@
     y = act(norm(x) W + b) + residual        act: the identity, or silu(gate) * up of a gated layer
 
     rows of x                     product                                  norm                    gate
-    1 .. FEW_ROWS                 skinny.cu, at the speed of the weight    up to 8 rows inside     inside
+    few (`FEW_ROWS`)              gemv.cu, at the speed of the weight      inside                  inside
     more                          cuBLAS through torch                     norm.cu                 gate.cu
+    1 .. 16, batch_invariant      skinny.cu                                up to 8 rows inside     inside
     more, batch_invariant         tiled.cu, with skinny.cu's bits          norm.cu                 inside
 
-Sums are in float32. A normed x is rounded to the weight's dtype, and y once, the residual included; only cuBLAS's
-products of a gated layer are rounded before the gate as well. With `batch_invariant` a row's bits depend neither on the
-number of rows nor on its place among them. The RMS norm is that of Zhang and Sennrich, 2019; the gate that of Shazeer,
+Sums are in float32; torch lets cuBLAS round parts of them to half or bfloat16 unless the caller forbids it
+(`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`). A normed x is rounded to the weight's dtype, and
+y once, the residual included; only cuBLAS's products of a gated layer are rounded before the gate as well. With
+`batch_invariant` a row's bits depend neither on the number of rows nor on its place among them; that costs up to four
+times cuBLAS's time (`tools/bench/linear`). The RMS norm is that of Zhang and Sennrich, 2019; the gate that of Shazeer,
 2020.
 """
 
@@ -21,17 +24,18 @@ from torch.nn import functional as F
 
 from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
 from dagengine_kernels.fused import native
-from dagengine_kernels.fused.cuda import gate, skinny, tiled
+from dagengine_kernels.fused.cuda import gate, gemv, skinny, tiled
 from dagengine_kernels.fused.cuda import norm as rms
 from dagengine_kernels.fused.cuda.products import STEP, Layer
 
 DTYPES = (torch.float16, torch.bfloat16)
 
 CAPABILITIES = (9, 10)
-"""Of devices that have clusters of blocks and 227 KiB of shared memory per block."""
+"""Of devices that have bulk copies and 227 KiB of shared memory per block."""
 
-FEW_ROWS = 16
-"""Up to this many rows skinny.cu is the fastest: cuBLAS wins from FEW_ROWS + 1 on."""
+FEW_ROWS = {"gated": 4, "normed": 4, "plain": 4}
+"""Up to this many rows gemv.cu is the fastest, for a gated layer, another one with a norm, and one without: cuBLAS, and
+the launches around it, win from the next on."""
 
 
 class CudaLinear:
@@ -45,7 +49,9 @@ class CudaLinear:
         eps: of the norm.
         gated: whether y = silu(gate) * up.
         batch_invariant: whether a row's bits are to be the same in every batch.
-        few_rows: up to how many rows skinny.cu is used, at most FEW_ROWS.
+        over_residual: whether y may be written over the residual, which saves cuBLAS a copy of it.
+        few_rows: up to how many rows gemv.cu is used if x fits, at most gemv.MAX_ROWS; by default those of FEW_ROWS.
+            Without effect if `batch_invariant`.
     Raises: KernelError (invalid_argument, or capability_missing where `unavailable` says why).
     """
 
@@ -58,7 +64,8 @@ class CudaLinear:
         eps: float = 0.0,
         gated: bool = False,
         batch_invariant: bool = False,
-        few_rows: int = FEW_ROWS,
+        over_residual: bool = False,
+        few_rows: int | None = None,
     ) -> None:
         if weight.ndim != 2 or weight.dtype not in DTYPES or weight.device.type != "cuda":
             raise KernelError(
@@ -80,10 +87,14 @@ class CudaLinear:
         if norm is not None and self.num_inputs > rms.MAX_INPUTS:
             message = f"is of at most {rms.MAX_INPUTS} inputs, not {self.num_inputs}"
             raise KernelError(INVALID_ARGUMENT, message, "norm")
-        if not 0 <= few_rows <= FEW_ROWS:
-            raise KernelError(INVALID_ARGUMENT, f"must be 0 to {FEW_ROWS}, is {few_rows}", "few_rows")
+        if few_rows is None:
+            few_rows = FEW_ROWS["gated" if gated else "plain" if norm is None else "normed"]
+        if not 0 <= few_rows <= gemv.MAX_ROWS:
+            message = f"must be 0 to {gemv.MAX_ROWS}, is {few_rows}"
+            raise KernelError(INVALID_ARGUMENT, message, "few_rows")
         self.num_outputs = rows // 2 if gated else rows
         self._few_rows = few_rows
+        self._over_residual = over_residual
         self.batch_invariant = batch_invariant
         self._layer = Layer(
             weight=_padded(weight, STEP).contiguous(),
@@ -116,7 +127,8 @@ class CudaLinear:
 
         Args:
             x: in the weight's dtype, on its device.
-            residual: [T, out] in y's dtype, added before the rounding.
+            residual: [T, out] in y's dtype, added before the rounding; not to be read any more after a call of a layer
+                made with `over_residual`.
             dtype: of y, x's own or float32; x's own by default.
         Raises: KernelError (invalid_argument).
         """
@@ -141,19 +153,31 @@ class CudaLinear:
                 residual = residual.contiguous()
         if rows == 0:
             return torch.empty(0, self.num_outputs, dtype=dtype, device=x.device)
-        inside = layer.norm is not None and rows <= skinny.NORM_ROWS
+        if self.batch_invariant:
+            return self._invariant(x, residual, dtype)
         chosen = None
         if rows <= self._few_rows:
-            chosen = skinny.layout(rows, self.num_inputs, self.num_outputs, layer.gated, inside, self._sms)
-        if chosen is None and not self.batch_invariant:
+            chosen = gemv.layout(
+                rows, self.num_inputs, self.num_outputs, layer.gated, layer.norm is not None, self._sms
+            )
+        if chosen is None:
             return self._by_cublas(self._normed(x), residual, dtype)
         y = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)
-        if chosen is None:
-            tile = tiled.tile_for(rows, len(layer.weight), self._sms)
-            tiled.multiply(layer, tile, self._normed(x), residual, y)
-        else:
-            given = _padded(x, 8) if inside else self._normed(x)
-            skinny.multiply(layer, chosen, given, residual, y, norm=inside)
+        gemv.multiply(layer, chosen, _padded(x, 8), residual, y, norm=layer.norm is not None)
+        return y
+
+    def _invariant(self, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """By the kernels that share an order of sums."""
+        layer, rows = self._layer, len(x)
+        y = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)
+        for inside in (True, False) if layer.norm is not None else (False,):
+            chosen = skinny.layout(rows, self.num_inputs, self.num_outputs, layer.gated, inside, self._sms)
+            if chosen is not None:
+                given = _padded(x, 8) if inside else self._normed(x)
+                skinny.multiply(layer, chosen, given, residual, y, norm=inside)
+                return y
+        tile = tiled.tile_for(rows, len(layer.weight), self._sms)
+        tiled.multiply(layer, tile, self._normed(x), residual, y)
         return y
 
     def _normed(self, x: Tensor) -> Tensor:
@@ -177,9 +201,16 @@ class CudaLinear:
                 y += residual
             return y.to(dtype)
         if residual is not None:
+            if self._over_residual and _apart(residual, x):
+                return residual.addmm_(x, weight)
             return torch.addmm(residual, x, weight)
         y = torch.mm(x, weight) if self._bias is None else torch.addmm(self._bias, x, weight)
         return gate.silu_mul(y) if layer.gated else y
+
+
+def _apart(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in memory that was allocated apart."""
+    return a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
 
 
 def _padded(tensor: Tensor, multiple: int) -> Tensor:

@@ -76,14 +76,14 @@ class Books:
     ) -> None:
         self.events.record(self._clock(), kind, node=node.uid, handle=handle, tokens=tokens, pages=pages)
 
-    def take_pages(self, node: NodeRecord, count: int, after: int | None) -> list[int]:
-        """Pages for a writer of `node`; evicts others, but never pages that the node itself reads.
+    def take_pages(self, node: NodeRecord, count: int, after: int | None, *, evict: bool = True) -> list[int]:
+        """Pages for a writer of `node`; with `evict` also others', but never pages that the node itself reads.
 
         Raises OutOfPages before anything changed.
         """
         short = count - self.pool.num_free - self.pool.num_cached
         if short > 0:
-            chosen = self._choose_victims(short, node.reads)
+            chosen = self._choose_victims(short, node.reads) if evict else None
             if chosen is None:
                 available = self.pool.num_free + self.pool.num_cached
                 raise OutOfPages(count, available, self.pool.num_waiting)

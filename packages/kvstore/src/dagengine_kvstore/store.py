@@ -77,6 +77,11 @@ class KVStore:
         return self._books.pool.num_pages
 
     @property
+    def num_unused(self) -> int:
+        """Pages that are free or cached: what can be reserved without evicting a state."""
+        return self._books.pool.num_free + self._books.pool.num_cached
+
+    @property
     def events(self) -> EventLog:
         return self._books.events
 
@@ -276,17 +281,13 @@ class KVStore:
 
         While steps are open, pages that they may touch do not count.
         """
-        pool = self._books.pool
-        return pool.num_free + pool.num_cached + self._books.num_evictable_pages(set(exclude), reads)
+        return self.num_unused + self._books.num_evictable_pages(set(exclude), reads)
 
     def can_fit(
         self, num_pages: int, exclude: Iterable[NodeRecord] = (), *, reads: Iterable[Read] = ()
     ) -> bool:
         """Whether `available(exclude, reads=reads) >= num_pages`, without looking at states if that is not needed."""
-        pool = self._books.pool
-        return num_pages <= pool.num_free + pool.num_cached or num_pages <= self.available(
-            exclude, reads=reads
-        )
+        return num_pages <= self.num_unused or num_pages <= self.available(exclude, reads=reads)
 
     def begin_step(self) -> int:
         """A step (or a transfer) starts to touch pages: what is freed from now on waits until it ends."""

@@ -31,9 +31,10 @@ class PageWriter:
     def __init__(self, books: Books, node: NodeRecord) -> None:
         self.node = node
         self.pages: list[int] = []
+        self.page_size = books.page_size
         self._books = books
         self._tokens: list[int] = []
-        self._unknown = 0  # appended behind `_tokens`, not filled
+        self.num_unknown = 0  # appended behind `_tokens`, not filled
         self._committed = 0
         self._content: Context | Prefix = node.context  # of the pages before `_known`
         self._known = 0  # pages whose content is known
@@ -41,13 +42,9 @@ class PageWriter:
         self._open = True
 
     @property
-    def page_size(self) -> int:
-        return self._books.page_size
-
-    @property
     def num_tokens(self) -> int:
         """Tokens appended, known or not."""
-        return len(self._tokens) + self._unknown
+        return len(self._tokens) + self.num_unknown
 
     @property
     def num_known(self) -> int:
@@ -60,12 +57,12 @@ class PageWriter:
     @property
     def capacity(self) -> int:
         """Tokens that fit into the pages reserved so far."""
-        return self.num_tokens if self._closed_tail else len(self.pages) * self._books.page_size
+        return self.num_tokens if self._closed_tail else len(self.pages) * self.page_size
 
     def pages_needed(self, count: int) -> int:
         """Pages that `reserve(count)` would take."""
-        size = self._books.page_size
-        return max(0, -(-(self.num_tokens + count) // size) - len(self.pages))
+        short = len(self._tokens) + self.num_unknown + count - len(self.pages) * self.page_size
+        return -(-short // self.page_size) if short > 0 else 0
 
     def match(self, tokens: Sequence[int], *, whole: bool = False) -> int:
         """Attach pages of equal earlier work for the next tokens, which then count as written and committed.
@@ -101,8 +98,15 @@ class PageWriter:
         self._books.note("match", self.node, tokens=reused)
         return reused
 
-    def reserve(self, count: int) -> None:
+    def pages_spare(self, count: int) -> int:
+        """Pages reserved behind the next `count` tokens: what `give_back(count)` would give."""
+        return max(0, len(self.pages) - -(-(self.num_tokens + count) // self.page_size))
+
+    def reserve(self, count: int, *, evict: bool = True) -> None:
         """Pages for `count` more tokens, all or nothing: free ones, then cached ones, then evicted states'.
+
+        Args:
+            evict: whether states may be evicted for them.
 
         Raises:
             OutOfPages (code `capacity`): nothing was changed.
@@ -118,10 +122,33 @@ class PageWriter:
         if not needed:
             return
         after = self.pages[-1] if self.pages else None
-        pages = self._books.take_pages(self.node, needed, after)
+        pages = self._books.take_pages(self.node, needed, after, evict=evict)
         for page in pages:
             self._books.pool.base[page] = self.node.own_start + len(self.pages) * self._books.page_size
             self.pages.append(page)
+
+    def give_back(self, count: int, most: int | None = None) -> int:
+        """Give back pages reserved behind the next `count` tokens, the last ones first. No slot in them was given, so
+        no open step touches them: they are free at once.
+
+        `pages` is another list then: who remembers it sees that pages it was promised are gone.
+
+        Args:
+            most: how many at most; None: all.
+
+        Returns: how many.
+
+        Raises KVStoreError `invalid_count` for a negative number.
+        """
+        self._check_open()
+        for field, number in (("count", count), ("most", most or 0)):
+            if number < 0:
+                raise KVStoreError("invalid_count", f"{field} must not be negative: {number}", field=field)
+        spare = self.pages_spare(count) if most is None else min(most, self.pages_spare(count))
+        if spare:
+            self.pages = self.pages.copy()
+            self._drop_pages(len(self.pages) - spare, touched=False)
+        return spare
 
     def append(self, tokens: Sequence[int], unknown: int = 0) -> list[int]:
         """The slots (page * page_size + row) that the KV of the next tokens goes to.
@@ -134,19 +161,23 @@ class PageWriter:
             KVStoreError `not_reserved` if there are fewer reserved rows than tokens, `not_filled` for known tokens
             behind unknown ones, `invalid_count`.
         """
-        self._check_open()
+        if not self._open:
+            self._check_open()
         if unknown < 0:
             raise KVStoreError("invalid_count", f"unknown must not be negative: {unknown}", field="unknown")
-        if tokens and self._unknown:
-            message = f"{self._unknown} tokens before these are unknown; fill them first"
+        if tokens and self.num_unknown:
+            message = f"{self.num_unknown} tokens before these are unknown; fill them first"
             raise KVStoreError("not_filled", message, field="tokens")
-        begin, count = self.num_tokens, len(tokens) + unknown
+        begin, count = len(self._tokens) + self.num_unknown, len(tokens) + unknown
         if begin + count > self.capacity:
             room = self.capacity - begin
             raise KVStoreError("not_reserved", f"reserve {count} tokens first, {room} are", field="tokens")
-        size, pages = self._books.page_size, self.pages
-        self._tokens.extend(tokens)
-        self._unknown += unknown
+        size, pages = self.page_size, self.pages
+        if tokens:
+            self._tokens.extend(tokens)
+        self.num_unknown += unknown
+        if count == 1:
+            return [pages[begin // size] * size + begin % size]
         return [pages[offset // size] * size + offset % size for offset in range(begin, begin + count)]
 
     def fill(self, tokens: Sequence[int]) -> None:
@@ -154,30 +185,33 @@ class PageWriter:
 
         Raises KVStoreError `invalid_count` for more than there are.
         """
-        self._check_open()
-        if len(tokens) > self._unknown:
-            message = f"{self._unknown} tokens are unknown, not {len(tokens)}"
+        if not self._open:
+            self._check_open()
+        if len(tokens) > self.num_unknown:
+            message = f"{self.num_unknown} tokens are unknown, not {len(tokens)}"
             raise KVStoreError("invalid_count", message, field="tokens")
         self._tokens.extend(tokens)
-        self._unknown -= len(tokens)
+        self.num_unknown -= len(tokens)
 
     def commit(self, count: int) -> None:
         """The step that wrote the next `count` appended tokens is done: full pages become reusable.
 
         Raises KVStoreError `invalid_count` for more tokens than were appended, `not_filled` for unknown ones.
         """
-        self._check_open()
-        pending = self.num_tokens - self._committed
+        if not self._open:
+            self._check_open()
+        known = len(self._tokens)
+        pending = known + self.num_unknown - self._committed
         if not 0 <= count <= pending:
             raise KVStoreError(
                 "invalid_count", f"{pending} tokens are not committed, not {count}", field="count"
             )
-        if self._committed + count > self.num_known:
-            message = f"{self.num_known - self._committed} of {count} tokens are known; fill the others first"
+        if self._committed + count > known:
+            message = f"{known - self._committed} of {count} tokens are known; fill the others first"
             raise KVStoreError("not_filled", message, field="count")
         self._committed += count
         self._books.tokens_written += count
-        size = self._books.page_size
+        size = self.page_size
         while (self._known + 1) * size <= self._committed:
             self._learn(self._tokens[self._known * size : (self._known + 1) * size])
 
@@ -196,7 +230,7 @@ class PageWriter:
         self._check_open()
         self._drop_pages()
         self._tokens.clear()
-        self._unknown = self._committed = self._known = 0
+        self.num_unknown = self._committed = self._known = 0
         self._content = self.node.context
         self._closed_tail = False
         self._books.note("rollback", self.node)
@@ -226,9 +260,9 @@ class PageWriter:
         if self._known < needed:
             self._learn(self._tokens[self._known * size :])
 
-    def _drop_pages(self, keep: int = 0) -> None:
+    def _drop_pages(self, keep: int = 0, *, touched: bool = True) -> None:
         while len(self.pages) > keep:
-            self._books.pool.drop(self.pages.pop())
+            self._books.pool.drop(self.pages.pop(), touched=touched)
 
     def _check_open(self) -> None:
         if not self._open:

@@ -44,6 +44,7 @@ def make_linear(
     gated: bool = False,
     shared: bool = False,
     batch_invariant: bool = False,
+    over_residual: bool = False,
 ) -> Linear:
     """The layer of a weight [out, in], the layout of checkpoints.
 
@@ -53,12 +54,19 @@ def make_linear(
         gated: the weight holds the gate's rows, then up's; y has half as many outputs.
         shared: something else holds the weight too; it is copied only where that pays.
         batch_invariant: a row's result must have the same bits in every batch.
+        over_residual: nothing reads the residual after a call, so that y may be written over it.
     Raises: DagError (unsupported) where nothing is batch_invariant.
     """
     norm_weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     if CudaLinear.unavailable(weight) is None:
         return CudaLinear(
-            weight, bias, norm=norm_weight, eps=eps, gated=gated, batch_invariant=batch_invariant
+            weight,
+            bias,
+            norm=norm_weight,
+            eps=eps,
+            gated=gated,
+            batch_invariant=batch_invariant,
+            over_residual=over_residual,
         )
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
         if PackedLinear.unavailable() is None and (batch_invariant or not _has_matrix_units()):

@@ -44,10 +44,18 @@ def _layer(geometry: ModelGeometry, source: WeightSource, index: int, batch_inva
         bias: bool,
         norm: RMSNorm | None = None,
         gated: bool = False,
+        over_residual: bool = False,
     ) -> Linear:
         weight = source.take_fused([f"{n}.weight" for n in names], [(r, columns) for r in rows])
         biases = source.take_fused([f"{n}.bias" for n in names], [(r,) for r in rows]) if bias else None
-        return make_linear(weight, biases, norm=norm, gated=gated, batch_invariant=batch_invariant)
+        return make_linear(
+            weight,
+            biases,
+            norm=norm,
+            gated=gated,
+            over_residual=over_residual,
+            batch_invariant=batch_invariant,
+        )
 
     def norm(name: str, size: int) -> RMSNorm:
         return RMSNorm(source.take(f"{name}.weight", (size,)), eps)
@@ -62,7 +70,13 @@ def _layer(geometry: ModelGeometry, source: WeightSource, index: int, batch_inva
                 geometry.attention_bias,
                 norm(f"model.layers.{index}.input_layernorm", hidden),
             ),
-            out=linear((f"{attention}.o_proj",), (hidden,), heads * dim, geometry.attention_out_bias),
+            out=linear(
+                (f"{attention}.o_proj",),
+                (hidden,),
+                heads * dim,
+                geometry.attention_out_bias,
+                over_residual=True,
+            ),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=dim,
@@ -78,6 +92,6 @@ def _layer(geometry: ModelGeometry, source: WeightSource, index: int, batch_inva
                 norm(f"model.layers.{index}.post_attention_layernorm", hidden),
                 gated=True,
             ),
-            down=linear((f"{mlp}.down_proj",), (hidden,), inner, geometry.mlp_bias),
+            down=linear((f"{mlp}.down_proj",), (hidden,), inner, geometry.mlp_bias, over_residual=True),
         ),
     )

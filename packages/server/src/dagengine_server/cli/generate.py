@@ -61,6 +61,7 @@ def generate(
     kv_memory_gib: options.KvMemoryGib = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = None,
     enforce_eager: options.EnforceEager = False,
+    overlap: options.Overlap = None,
     batch_invariant: options.BatchInvariant = False,
     attention_backend: options.AttentionBackend = "auto",
     position_policy: options.PositionPolicy = "linear",

@@ -41,6 +41,7 @@ ENGINE_FIELDS = (
     "kv_memory_gib",
     "gpu_memory_utilization",
     "enforce_eager",
+    "overlap",
     "batch_invariant",
     "attention_backend",
     "load_format",
@@ -190,6 +191,13 @@ GpuMemoryUtilization = Annotated[
     typer.Option(help="fraction of the GPU's memory for weights, pool and a step's own  [default: 0.9]"),
 ]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="never capture CUDA graphs")]
+Overlap = Annotated[
+    bool | None,
+    typer.Option(
+        "--overlap/--no-overlap",
+        help="launch a step before the results of the one before it are read  [default: on a GPU]",
+    ),
+]
 BatchInvariant = Annotated[
     bool, typer.Option("--batch-invariant", help="the same bits for a request in any batch")
 ]

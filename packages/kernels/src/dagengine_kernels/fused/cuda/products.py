@@ -32,6 +32,7 @@ class Params(ctypes.Structure):
         ("steps", ctypes.c_int),
         ("outputs", ctypes.c_int),
         ("tiles", ctypes.c_int),
+        ("rounds", ctypes.c_int),
         ("eps", ctypes.c_float),
     )
 
@@ -66,7 +67,7 @@ class Layer:
             "GATED": int(self.gated),
         }
 
-    def params(self, x: Tensor, residual: Tensor | None, y: Tensor, tiles: int) -> Params:
+    def params(self, x: Tensor, residual: Tensor | None, y: Tensor, tiles: int, rounds: int = 1) -> Params:
         """x [T, at least the inputs rounded up to a multiple of 8], zeros there, rows 16-byte aligned; y contiguous."""
         return Params(
             x=x.data_ptr(),
@@ -82,6 +83,7 @@ class Layer:
             steps=self.steps,
             outputs=self.num_outputs,
             tiles=tiles,
+            rounds=rounds,
             eps=self.eps,
         )
 

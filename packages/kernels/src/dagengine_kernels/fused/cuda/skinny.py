@@ -1,6 +1,6 @@
-"""A linear layer on few rows (csrc/cuda/skinny.cu): how a launch is laid out, and the launch.
+"""A linear layer on few rows with the bits of many (csrc/cuda/skinny.cu): how a launch is laid out, and the launch.
 
-shared memory of a block      barriers | ring of stages | sums | x, unless it is streamed
+shared memory of a block      barriers | ring of stages | sums | x
 blocks                        one per SM; of at most HALF_SM bytes, so that the next kernel's blocks find room
                               beside them and fill their rings while this one ends, unless x leaves no room
 """
@@ -25,7 +25,7 @@ MAX_ROWS = 16
 NORM_ROWS = 8
 """Rows that a launch norms itself."""
 
-ROW_BYTES = SEGMENTS * STEP * 2 + 64
+STAGE_BYTES = TILE * (SEGMENTS * STEP * 2 + 64)
 BARRIER_BYTES = 256
 SHARED_BYTES = 227 * 1024 - 1024
 """Of a block at most, less what the norm keeps there."""
@@ -43,27 +43,18 @@ class Layout:
     Attributes:
         nt: 8-row tiles of x.
         stages: of the ring, 16 KiB of the weight each.
-        streamed: x passes through the ring.
-        late: the next kernel may start only when the whole weight is under way.
         tiles: of the whole weight; blocks: that take them in turns.
         shared_bytes: per block.
     """
 
     nt: int
     stages: int
-    streamed: bool
-    late: bool
     tiles: int
     blocks: int
     shared_bytes: int
 
     def macros(self) -> dict[str, int]:
-        return {
-            "NT": self.nt,
-            "STAGES": self.stages,
-            "STREAMED": int(self.streamed),
-            "LATE": int(self.late),
-        }
+        return {"NT": self.nt, "STAGES": self.stages}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,10 +67,8 @@ def layout(
     sms: int,
     *,
     stages: int | None = None,
-    streamed: bool | None = None,
-    late: bool = True,
 ) -> Layout | None:
-    """The layout for `rows` rows, or None where x does not fit; `stages`, `streamed` leave no choice of theirs.
+    """The layout for `rows` rows, or None where x does not fit; `stages` leaves no choice of it.
 
     Args:
         norm: the launch norms x itself.
@@ -89,28 +78,18 @@ def layout(
     nt = -(-rows // 8)
     tiles = -(-outputs // (TILE // 2 if gated else TILE))
     steps = -(-inputs // STEP)
-    can_stream = not norm and inputs % STEP == 0
-    ways = [way for way in (False, True) if streamed in (None, way) and (can_stream or not way)]
     for limit in (HALF_SM, SHARED_BYTES):
-        for way in ways:
-            most = stages or min(
-                MOST_STAGES, (limit - shared_bytes(rows, steps, 0, way)) // stage_bytes(rows, way)
-            )
-            needed = shared_bytes(rows, steps, most, way)
-            if most >= (stages or FEWEST_STAGES) and needed <= limit:
-                return Layout(nt, most, way, late, tiles, min(tiles, sms), needed)
+        most = stages or min(MOST_STAGES, (limit - shared_bytes(rows, steps, 0)) // STAGE_BYTES)
+        needed = shared_bytes(rows, steps, most)
+        if most >= (stages or FEWEST_STAGES) and needed <= limit:
+            return Layout(nt, most, tiles, min(tiles, sms), needed)
     return None
 
 
-def stage_bytes(rows: int, streamed: bool) -> int:
-    return (TILE + (8 * -(-rows // 8) if streamed else 0)) * ROW_BYTES
-
-
-def shared_bytes(rows: int, steps: int, stages: int, streamed: bool) -> int:
+def shared_bytes(rows: int, steps: int, stages: int) -> int:
     """Of a block, as skinny.cu lays it out."""
     sums = 2 * WARPS * rows * (TILE + 4) * 4
-    held = 0 if streamed else rows * (steps * STEP * 2 + 64)
-    return BARRIER_BYTES + stages * stage_bytes(rows, streamed) + sums + held
+    return BARRIER_BYTES + stages * STAGE_BYTES + sums + rows * (steps * STEP * 2 + 64)
 
 
 def norm_vectors(inputs: int) -> int:
@@ -134,8 +113,8 @@ def multiply(
     pdl: bool = True,
 ) -> None:
     """Queue y [T, outputs] of x; `Layer.params` says what they must be. `norm`: x is yet to be normed."""
-    if norm and (len(x) > NORM_ROWS or chosen.streamed):
-        raise KernelError(INVALID_ARGUMENT, f"norms at most {NORM_ROWS} rows, none that are streamed", "x")
+    if norm and len(x) > NORM_ROWS:
+        raise KernelError(INVALID_ARGUMENT, f"norms at most {NORM_ROWS} rows, not {len(x)}", "x")
     defined = macros(layer.macros(y.dtype), chosen, layer.num_inputs, norm)
     found = _kernel(tuple(defined.items()), y.device.index)
     found.launch(
@@ -159,7 +138,7 @@ def variants() -> tuple[Variant, ...]:
     for dtype, rows, outputs, inputs, gated, norm, out_type in (
         *((2, rows, 6144, 4096, 0, 1, 2) for rows in (1, 4, 8)),
         *((2, rows, 14336, 4096, 1, 1, 2) for rows in (1, 4, 8)),
-        *((2, rows, 4096, 14336, 0, 0, 2) for rows in (1, 8, 16)),
+        *((2, rows, 4096, 14336, 0, 0, 2) for rows in (1, 4)),
         *((2, rows, 128256, 4096, 0, 0, 0) for rows in (1, 8, 16)),
         (2, 16, 14336, 4096, 1, 0, 2),
         (2, 8, 4096, 8192, 0, 1, 2),

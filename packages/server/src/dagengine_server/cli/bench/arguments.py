@@ -63,6 +63,7 @@ COMMON: dict[str, tuple[Any, Any]] = {
     ),
     "attention_backend": (options.AttentionBackend, "auto"),
     "enforce_eager": (options.EnforceEager, False),
+    "overlap": (options.Overlap, None),
     "batch_invariant": (options.BatchInvariant, False),
     "load_format": (options.LoadFormat, "auto"),
     "seed": (Seed, 0),

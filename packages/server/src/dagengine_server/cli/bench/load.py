@@ -16,11 +16,17 @@ from .probe import Probe
 
 
 class OwnEngine:
-    """A probe's engine as a `Peer`; the streams of what it was told to keep are in `streams`."""
+    """A probe's engine as a `Peer`.
+
+    Attributes:
+        streams: of the runs it was told to keep.
+        host_shares: of these on a GPU, how much of their decode steps it waited for the host, from 0 to 1.
+    """
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self.streams: list[Stream] = []
+        self.host_shares: list[float] = []
 
     @property
     def name(self) -> str:
@@ -40,9 +46,13 @@ class OwnEngine:
     def run(self, jobs: Sequence[Job], streams: int, *, keep: bool = False) -> None:
         """Run all jobs. Raises DagError where one fails."""
         requests = [self._probe.request(ids, tokens=tokens) for ids, tokens in jobs]
-        found = _ClosedLoop(self._probe, requests, streams).run()
-        if keep:
-            self.streams += found
+        loop = _ClosedLoop(self._probe, requests, streams)
+        if not keep:
+            loop.run()
+            return
+        share = self._probe.watched(lambda: self.streams.extend(loop.run()))
+        if share is not None:
+            self.host_shares.append(share)
 
 
 class _ClosedLoop:

@@ -6,7 +6,8 @@ requests when one token is asked for (prefill), and the decode step, the time th
     decode step = (seconds with all outputs - seconds with one token each) / (longest output - 1)
 
 These three need nothing of an engine but that it takes a list of requests, so that other engines are measured the same
-way. Of ours there are TTFT, ITL, TPOT and E2E too, and with one stream the time per token beside the bytes it reads.
+way. Of ours there are TTFT, ITL, TPOT and E2E too, and with one stream the time per token beside the bytes it reads. On
+a GPU there is the host time not hidden: the share of decode steps that it waited, at most, until a step was queued.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 STREAMS = (1, 8, 64)
 ENGINES = ("dagengine", *PEERS)
 FLOOR = "its bytes at the measured bandwidth"
+HOST_TIME = "host time not hidden"
 PUBLISHED = {
     "llama-3.1-8b": {1: 192.0, 8: 1208.0, 64: 3280.0, 256: 3913.0},
     "qwen3-0.6b": {1: 501.0, 8: 4054.0, 64: 11966.0, 256: 14789.0},
@@ -48,6 +50,8 @@ BARS = (
         "x", False),
     Bar("decode step of 64 streams, 8B shape", "llama-3.1-8b, 64 streams,", "decode step", FLOOR, ratio_of, 1.25,
         "x", False),
+    Bar("share of a decode step of 64 streams that a GPU waits for the host, 8B shape", "llama-3.1-8b, 64 streams,",
+        HOST_TIME, None, value_of, 3.0, "%", False),
     *(
         Bar(f"prefill of {n} x 1024 on an H200, 8B shape", f"llama-3.1-8b, {n} streams, {n} requests, in 1024,",
             "prefill rate", None, value_of, PREFILL, "tokens/s", True)
@@ -167,6 +171,7 @@ class _Runs:
         steps: list[float] = []
         if self._own is not None:
             self._own.streams.clear()
+            self._own.host_shares.clear()
         longest = max(size.output for size in sizes)
         for repeat in range(-1, repeats):
             short = self._seconds([Lengths(size.input, 1) for size in sizes], told=False)
@@ -187,6 +192,9 @@ class _Runs:
             figures.append(self._beside(step) if len(set(sizes)) == 1 else step)
         if self._own is not None:
             figures += latency_figures(case, backend, self._own.streams)
+            if self._own.host_shares:
+                shares = [100 * share for share in self._own.host_shares]
+                figures.append(Figure.of(case, backend, HOST_TIME, shares, "%"))
             if self._streams == 1:
                 gaps = [gap * 1e3 for stream in self._own.streams for gap in stream.intervals_s]
                 figures.append(self._beside(Figure.of(case, backend, "time per token", gaps, "ms")))

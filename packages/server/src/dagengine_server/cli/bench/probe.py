@@ -94,6 +94,17 @@ class Probe:
 
         return self.llm.engine.call(lambda core: read_bandwidth(core.attention.device)).result()
 
+    def watched(self, run: Callable[[], None]) -> float | None:
+        """Do `run`, and tell the share of decode steps that the device waited for the host; None on a CPU."""
+        if self.core.attention.device.type != "cuda":
+            run()
+            return None
+        times = self.llm.engine.call(lambda core: core.watch_host()).result()
+        run()
+        self.llm.engine.call(lambda core: core.unwatch_host()).result()
+        share: float | None = times.share
+        return share
+
     def ids(self, count: int) -> list[int]:
         """Random token ids; no two calls give the same ones."""
         return self._random.choices(range(LOWEST_ID, self._highest_id), k=count)

@@ -63,6 +63,7 @@ struct Params {
     void* y;                  // [rows, outputs], contiguous
     i64 x_row, residual_row;  // in elements
     int rows, inputs, steps, outputs, tiles;
+    int rounds;               // of gemv.cu: tiles per block
     float eps;
 };
 
@@ -72,18 +73,37 @@ __device__ __forceinline__ const char* weight_row(const Params& p, int output, b
     return static_cast<const char*>(p.weight) + static_cast<i64>(row) * p.steps * STEP_BYTES;
 }
 
-// The sums of an output (gate and up, or one) to y.
-template <int PARTS> __device__ __forceinline__ void finish(const Params& p, float (&sum)[PARTS], int row, int output) {
+// What is added to the sums of an output: its bias, and the residual.
+template <int PARTS> struct Addends {
+    float bias[PARTS] = {}, residual = 0.0f;
+};
+
+template <int PARTS> __device__ __forceinline__ Addends<PARTS> addends_of(const Params& p, int row, int output) {
+    Addends<PARTS> found;
     if (p.bias) {
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) sum[part] = __fadd_rn(sum[part], p.bias[part * p.outputs + output]);
+        for (int part = 0; part < PARTS; ++part) found.bias[part] = p.bias[part * p.outputs + output];
     }
-    float result[1] = {sum[0]};
-    if constexpr (PARTS == 2) result[0] = silu_times(sum[0], sum[1]);
     if (p.residual) {
         float before[1];
         load_fresh<OUT_TYPE, 1>(p.residual, row * p.residual_row + output).unpack(before);
-        result[0] = __fadd_rn(result[0], before[0]);
+        found.residual = before[0];
     }
+    return found;
+}
+
+// The sums of an output (gate and up, or one) to y.
+template <int PARTS>
+__device__ __forceinline__ void finish(const Params& p, float (&sum)[PARTS], const Addends<PARTS>& addends, int row, int output) {
+    if (p.bias) {
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) sum[part] = __fadd_rn(sum[part], addends.bias[part]);
+    }
+    float result[1] = {sum[0]};
+    if constexpr (PARTS == 2) result[0] = silu_times(sum[0], sum[1]);
+    if (p.residual) result[0] = __fadd_rn(result[0], addends.residual);
     Vector<OUT_TYPE, 1>::pack(result).store(p.y, static_cast<i64>(row) * p.outputs + output);
+}
+template <int PARTS> __device__ __forceinline__ void finish(const Params& p, float (&sum)[PARTS], int row, int output) {
+    finish(p, sum, addends_of<PARTS>(p, row, output), row, output);
 }

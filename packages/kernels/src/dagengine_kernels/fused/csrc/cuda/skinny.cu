@@ -1,4 +1,4 @@
-// A linear layer on few rows, at the speed at which its weight is read: y = act(norm(x) W^T + b) + residual.
+// A linear layer on few rows with the bits that tiled.cu gives a row: y = act(norm(x) W^T + b) + residual.
 //
 // A block takes tiles of 16 weight rows (gated: 8 of the gate, 8 of up), one after another. A producer warp copies them into
 // a ring of STAGES in shared memory, by one bulk copy per row and stage, and begins before it waits for the kernel before
@@ -7,26 +7,24 @@
 //   stage   row 0    | step 0 | step 1 | .. | step 7 |     1 KiB of a weight's row, 64 bytes apart: 8 lanes' vectors of two
 //           ..                                             rows meet no bank twice
 //           row 15   | step 0 | step 1 | .. | step 7 |
-//           x rows   | step 0 | step 1 | .. | step 7 |     STREAMED: x passes through the ring as well
 //
-// Without STREAMED a block holds x, normed, in shared memory. Where a tile ends the warps add their sums in order.
+// x, normed, is in shared memory. Where a tile ends the warps add their sums in order.
 //
-// Configured by DTYPE, OUT_TYPE (0 float, 1 half, 2 bfloat16), NT (rows of x / 8, rounded up), STAGES, GATED, STREAMED, NORM
-// (vectors of a row that a thread holds; 0: no norm; NT is 1), LATE (the next kernel may start when the last copy of the
-// weight is under way, not at once).
+// Configured by DTYPE, OUT_TYPE (0 float, 1 half, 2 bfloat16), NT (rows of x / 8, rounded up), STAGES, GATED and NORM
+// (vectors of a row that a thread holds; 0: no norm; NT is 1).
+#include "held.cuh"
 #include "hopper.cuh"
-#include "products.cuh"
 
 constexpr int WARPS = 8;
 constexpr int CHUNK_BYTES = SEGMENTS * STEP_BYTES;
 constexpr int ROW_BYTES = CHUNK_BYTES + 64;
 constexpr int TILE = 16;
 constexpr int OUTPUTS = GATED ? TILE / 2 : TILE;
-constexpr int STAGE_BYTES = (TILE + (STREAMED ? 8 * NT : 0)) * ROW_BYTES;
+constexpr int STAGE_BYTES = TILE * ROW_BYTES;
 constexpr int BARRIER_BYTES = 256;
 constexpr int SUMS_ROW = TILE + 4;   // floats of a row of sums, so that stores meet no bank twice
 static_assert(WARPS == SEGMENTS && WARPS == NORM_WARPS);
-static_assert(!NORM || (NT == 1 && !STREAMED));
+static_assert(!NORM || NT == 1);
 static_assert(16 * STAGES <= BARRIER_BYTES);
 
 // `bytes`: a multiple of 16.
@@ -37,7 +35,6 @@ __device__ __forceinline__ void copy_row(char* to, const char* from, int bytes, 
                  : "memory");
 }
 
-__device__ __forceinline__ void consumers_meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 __device__ __forceinline__ void show_barriers() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 struct Ring {
@@ -67,116 +64,31 @@ __device__ __forceinline__ void produce(const Params& p, char* stages, Ring ring
     const int chunks = (p.steps + SEGMENTS - 1) / SEGMENTS, row_bytes = p.steps * STEP_BYTES;
     const int mine = (p.tiles - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
     const int total = mine * chunks, ahead = min(STAGES, total);
-    const char* x = static_cast<const char*>(p.x) + min(max(lane - TILE, 0), p.rows - 1) * p.x_row * 2;
-    const bool copies_x = STREAMED && lane >= TILE && lane < TILE + p.rows;
-    auto begin_x = [&] {   // of the stages whose weights are under way
-        if constexpr (STREAMED) {
-            wait_for_previous_kernel();
-            for (int s = 0; s < ahead && copies_x; ++s) {
-                const int at = s % chunks * CHUNK_BYTES, bytes = min(CHUNK_BYTES, row_bytes - at);
-                copy_row(stages + s * STAGE_BYTES + lane * ROW_BYTES, x + at, bytes, ring.barriers + s * 8);
-            }
-        }
-    };
     const char* weight = nullptr;
     int tile = blockIdx.x, chunk = 0;
     for (int i = 0; i < total; ++i) {
-        if (i == ahead) {
-            begin_x();
-            __syncthreads();
-        }
+        if (i == ahead) __syncthreads();
         if (i >= ahead) barrier_wait(ring.empty(), ring.round ^ 1);
         if (chunk == 0) {
             const int within = lane % TILE, output = tile * OUTPUTS + within % OUTPUTS;
             weight = weight_row(p, output, GATED && within >= OUTPUTS);
         }
         const int at = chunk * CHUNK_BYTES, bytes = min(CHUNK_BYTES, row_bytes - at);
-        if (lane == 0) barrier_expect(ring.full(), (TILE + (STREAMED ? p.rows : 0)) * bytes);
+        if (lane == 0) barrier_expect(ring.full(), TILE * bytes);
         __syncwarp();
         char* to = stages + ring.stage * STAGE_BYTES + lane * ROW_BYTES;
         if (lane < TILE) copy_row(to, weight + at, bytes, ring.full());
-        if (copies_x && i >= ahead) copy_row(to, x + at, bytes, ring.full());
         ring.advance();
         if (++chunk == chunks) {
             chunk = 0;
             tile += gridDim.x;
         }
     }
-    if constexpr (LATE) let_next_kernel_start();
-    if (total == ahead) {
-        begin_x();
-        __syncthreads();
-    }
-}
-
-// x to shared memory, through the norm.
-__device__ __forceinline__ void hold_normed(const Params& p, char* x, int x_bytes, int thread) {
-    constexpr int PER = NORM > 0 ? NORM : 1, GROUP = PER > 8 ? 1 : 8 / PER;
-    constexpr bool AHEAD = PER <= 4;   // whether the norm's weights are in registers when x comes
-    __shared__ float squares[8][NORM_WARPS];
-    const int vectors = (p.inputs + 7) / 8, all = p.steps * (STEP / 8), lane = thread % 32, warp = thread / 32;
-    NormWeights weight[PER];
-#pragma unroll
-    for (int i = 0; i < PER; ++i)
-        if (AHEAD && thread + i * NORM_THREADS < vectors) weight[i].load(p.norm + (thread + i * NORM_THREADS) * 8);
-    wait_for_previous_kernel();
-    for (int first = 0; first < p.rows; first += GROUP) {
-        Inputs read[GROUP][PER];
-#pragma unroll
-        for (int r = 0; r < GROUP; ++r)
-#pragma unroll
-            for (int i = 0; i < PER; ++i) {
-                const int v = thread + i * NORM_THREADS;
-                read[r][i].raw = make_uint4(0, 0, 0, 0);
-                if (first + r < p.rows && v < vectors) read[r][i] = load_fresh<DTYPE, 8>(p.x, (first + r) * p.x_row + v * 8);
-            }
-#pragma unroll
-        for (int r = 0; r < GROUP; ++r) {
-            if (first + r >= p.rows) break;
-            float sum = 0.0f;
-#pragma unroll
-            for (int i = 0; i < PER; ++i) sum = add_squares(sum, read[r][i]);
-            sum = add_lanes(sum);
-            if (lane == 0) squares[first + r][warp] = sum;
-        }
-        consumers_meet();
-#pragma unroll
-        for (int r = 0; r < GROUP; ++r) {
-            if (first + r >= p.rows) break;
-            const float scale = norm_scale(squares[first + r], NORM_WARPS, p.inputs, p.eps);
-#pragma unroll
-            for (int i = 0; i < PER; ++i) {
-                const int v = thread + i * NORM_THREADS;
-                if (!AHEAD && v < vectors) weight[i].load(p.norm + v * 8);
-                if (v < all) *reinterpret_cast<uint4*>(x + (first + r) * x_bytes + v * 16) = normed(read[r][i], scale, weight[i]).raw;
-            }
-        }
-    }
-}
-
-// x to shared memory as it is.
-__device__ __forceinline__ void hold(const Params& p, char* x, int x_bytes, int thread) {
-    constexpr int AT_ONCE = 4;
-    const int vectors = (p.inputs + 7) / 8, width = p.steps * (STEP / 8), all = p.rows * width;
-    wait_for_previous_kernel();
-    for (int base = thread; base < all; base += WARPS * 32 * AT_ONCE) {
-        uint4 read[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int at = base + i * WARPS * 32, r = at / width, v = at - r * width;
-            read[i] = make_uint4(0, 0, 0, 0);
-            if (at < all && v < vectors) read[i] = load_fresh<DTYPE, 8>(p.x, r * p.x_row + v * 8).raw;
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int at = base + i * WARPS * 32, r = at / width, v = at - r * width;
-            if (at < all) *reinterpret_cast<uint4*>(x + r * x_bytes + v * 16) = read[i];
-        }
-    }
+    if (total == ahead) __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, NORM > 4 ? 1 : 2) skinny(const __grid_constant__ Params p) {
-    if constexpr (!LATE) let_next_kernel_start();
+    let_next_kernel_start();
     extern __shared__ __align__(128) char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     char* stages = shared + BARRIER_BYTES;
@@ -189,9 +101,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, NORM > 4 ? 1 : 2) 
         return;
     }
     if constexpr (NORM > 0) {
-        hold_normed(p, x, x_bytes, thread);
-    } else if constexpr (STREAMED) {
-        wait_for_previous_kernel();
+        hold_normed<NORM, 8, 4>(p, x, x_bytes, thread);
     } else {
         hold(p, x, x_bytes, thread);
     }
@@ -202,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, NORM > 4 ? 1 : 2) 
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         const int row = min(n * 8 + lane / 4, p.rows - 1);
-        operands[n] = place + (STREAMED ? stages + (TILE + row) * ROW_BYTES : x + row * x_bytes);
+        operands[n] = place + x + row * x_bytes;
     }
     int buffer = 0;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
@@ -211,14 +121,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, NORM > 4 ? 1 : 2) 
             barrier_wait(ring.full(), ring.round);
             if (chunk * SEGMENTS + warp < p.steps) {
                 const char* low = stages + ring.stage * STAGE_BYTES + lane / 4 * ROW_BYTES + place;
-                const int at = STREAMED ? ring.stage * STAGE_BYTES : chunk * CHUNK_BYTES;
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     const uint4 a = *reinterpret_cast<const uint4*>(low + c * 64);
                     const uint4 b = *reinterpret_cast<const uint4*>(low + 8 * ROW_BYTES + c * 64);
 #pragma unroll
                     for (int n = 0; n < NT; ++n)
-                        half_step(d[n], a, b, *reinterpret_cast<const uint4*>(operands[n] + at + c * 64));
+                        half_step(d[n], a, b, *reinterpret_cast<const uint4*>(operands[n] + chunk * CHUNK_BYTES + c * 64));
                 }
             }
             __syncwarp();
@@ -234,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, NORM > 4 ? 1 : 2) 
                 const int row = n * 8 + lane % 4 * 2 + i % 2;
                 if (row < p.rows) to[row * SUMS_ROW + lane / 4 + i / 2 * 8] = d[n][i];
             }
-        consumers_meet();
+        holders_meet();
         const float* from = sums + buffer * WARPS * p.rows * SUMS_ROW;
         for (int i = thread; i < p.rows * OUTPUTS; i += WARPS * 32) {
             const int row = i / OUTPUTS, column = i % OUTPUTS, output = tile * OUTPUTS + column;
