@@ -33,7 +33,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 CAPABILITIES = (9, 10)
 """Of devices that have bulk copies and 227 KiB of shared memory per block."""
 
-FEW_ROWS = {"gated": 4, "normed": 4, "plain": 4}
+FEW_ROWS = {"gated": 2, "normed": 2, "plain": 4}
 """Up to this many rows gemv.cu is the fastest, for a gated layer, another one with a norm, and one without: cuBLAS, and
 the launches around it, win from the next on."""
 

@@ -254,7 +254,7 @@ class CudaExecutor(Executor):
             params.q, params.out = q.data_ptr(), out.data_ptr()
             params.lse2_out = 0 if lse2 is None else lse2.data_ptr()
             params.sinks = 0 if sinks is None else sinks.data_ptr()
-            kernel.launch((grid, 1, 1), (THREADS, 1, 1), smem_bytes, stream, params)
+            kernel.launch((grid, 1, 1), (THREADS, 1, 1), smem_bytes, stream, params, pdl=True)
         if launches.merge is not None:
             merge_parts(launches.merge, slot.o_part, slot.lse2_part, out, lse2, sinks, stream=stream)
         return out, lse2

@@ -18,15 +18,15 @@ SM_BYTES = 228 * 1024
 BLOCK_BYTES = 1792
 """Of shared memory beside x that a block takes at most, the system's part included."""
 
-DEPTH = 16
+DEPTH = 8
 RESIDENT = 2
-"""128 KiB per SM under way: what memory needs to be busy."""
+"""64 KiB per SM under way: 128 take 3 to 15 % longer with one row."""
 
 WAVES = 3
 """Blocks that start as others end even out what memory gives to each SM."""
 
-MANY_ROWS = 5
-"""From here on the sums leave registers for half as many."""
+SEVERAL_ROWS = 3
+"""From here on products weigh enough for blocks of a large weight to take several tiles, and x to be loaded less often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,9 @@ def layout(
 ) -> Layout | None:
     """The layout for `rows` rows, or None where x does not fit; the keywords leave no choice of theirs.
 
-    The more warps share two weight rows, the more blocks there are: as few share as give every SM two blocks. A block
-    takes so many tiles that there are still blocks for WAVES times what fits at once.
+    The more warps share two weight rows, the more blocks there are: as few share as give every SM two blocks, and with one
+    row two at least. A block takes one tile of few rows; of several so many that there are still blocks for WAVES times
+    what fits at once.
     """
     if not 0 < rows <= MAX_ROWS:
         return None
@@ -85,14 +86,16 @@ def layout(
     fit = SM_BYTES // (shared_bytes + BLOCK_BYTES)
     if fit == 0:
         return None
-    depth = depth or (DEPTH if rows < MANY_ROWS else DEPTH // 2)
+    depth = depth or DEPTH
     resident = min(resident or RESIDENT, fit)
     pairs = outputs if gated else -(-outputs // 2)
     if split is None:
-        split = next((s for s in (1, 2, 4) if -(-pairs // (WARPS // s)) >= 1.9 * sms), WARPS)
+        shared = (2, 4) if rows == 1 else (1, 2, 4)
+        split = next((s for s in shared if -(-pairs // (WARPS // s)) >= 1.9 * sms), WARPS)
     tiles = -(-pairs // (WARPS // split))
     if rounds is None:
-        rounds = next((n for n in (4, 2) if tiles // n >= WAVES * RESIDENT * sms), 1)
+        several = (4, 2) if rows >= SEVERAL_ROWS else ()
+        rounds = next((n for n in several if tiles // n >= WAVES * RESIDENT * sms), 1)
     return Layout(rows, split, depth, resident, rounds, tiles, shared_bytes)
 
 
