@@ -26,7 +26,7 @@ WAVES = 3
 """Blocks that start as others end even out what memory gives to each SM."""
 
 SEVERAL_ROWS = 3
-"""From here on products weigh enough for blocks of a large weight to take several tiles, and x to be loaded less often."""
+"""From here on a block of a large weight takes several tiles: loading x weighs more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ def layout(
 ) -> Layout | None:
     """The layout for `rows` rows, or None where x does not fit; the keywords leave no choice of theirs.
 
-    The more warps share two weight rows, the more blocks there are: as few share as give every SM two blocks, and with one
-    row two at least. A block takes one tile of few rows; of several so many that there are still blocks for WAVES times
+    The more warps share two weight rows, the more blocks there are: as few share as give every SM two blocks, and two at
+    least of one row of x. A block takes one tile; of SEVERAL_ROWS so many that there are still blocks for WAVES times
     what fits at once.
     """
     if not 0 < rows <= MAX_ROWS:
