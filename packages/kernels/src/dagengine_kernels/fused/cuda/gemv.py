@@ -75,9 +75,9 @@ def layout(
 ) -> Layout | None:
     """The layout for `rows` rows, or None where x does not fit; the keywords leave no choice of theirs.
 
-    The more warps share two weight rows, the more blocks there are: as few share as give every SM two blocks, and two at
-    least of one row of x. A block takes one tile; of SEVERAL_ROWS so many that there are still blocks for WAVES times
-    what fits at once.
+    The more warps share two weight rows, the more blocks there are: as few share as give every SM two blocks, and two
+    at least with one row of x. A block takes one tile; with SEVERAL_ROWS so many that blocks for WAVES times what
+    fits at once are left.
     """
     if not 0 < rows <= MAX_ROWS:
         return None
