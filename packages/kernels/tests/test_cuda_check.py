@@ -48,14 +48,14 @@ def test_kernels_compile_without_spills(gate, nvcc, source):
         assert one.registers > 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_tilelang_kernels_compile_without_spills(gate, nvcc):
+def test_tilelang_kernels_are_gated(gate):
+    """test_tilelang.py compiles them."""
     pytest.importorskip("tilelang")
-    for variant, text, options in gate.tilelang_listed(1):
-        one = gate.build_text(variant, text, options, nvcc)
-        assert one.fault is None, one.line()
-        assert one.registers > 0
+    from dagengine_kernels.fused.tilelang import executor
+
+    ((variant, text, options),) = gate.tilelang_listed(1)
+    assert len(executor.variants()) > 1
+    assert variant.source == "tilelang" and "__global__" in text and any("sm_90a" in o for o in options)
 
 
 def test_every_cuda_source_is_gated(gate):
