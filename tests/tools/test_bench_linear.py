@@ -37,7 +37,7 @@ def test_what_will_be_launched_is_compiled_beforehand() -> None:
     for name, macros in wanted:
         text = driver.read_source(name)
         assert all(macro in text for macro, _ in macros)
-    chosen = gemv.layout(1, 4096, 4096, False, False, SMS)
+    chosen = gemv.layout(1, 4096, 4096, False, SMS)
     assert chosen is not None
     macros = gemv.macros({"DTYPE": 2, "OUT_TYPE": 2, "GATED": 0}, chosen, 4096, False)
     assert ("gemv", tuple(macros.items())) in wanted
@@ -49,7 +49,7 @@ def test_a_sweep_has_every_layout_once() -> None:
         assert len(found) == len(set(found))
         assert {(one.depth, one.resident) for one in found} == {(8, 3), (16, 2), (8, 2)}
         assert {one.split for one in found} == {1, 2}
-        assert gemv.layout(1, layer.inputs, layer.out, layer.gated, layer.normed, SMS) in found
+        assert gemv.layout(1, layer.inputs, layer.out, layer.gated, SMS) in found
     assert cases.layouts(cases.LLAMA[0], 9, SMS) == []
 
 

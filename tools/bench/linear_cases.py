@@ -102,7 +102,7 @@ def kernels(layers: Iterable[Layer], rows: Iterable[int], sms: int) -> Iterator[
             "GATED": int(layer.gated),
         }
         for count in rows:
-            few = gemv.layout(count, layer.inputs, layer.out, layer.gated, layer.normed, sms)
+            few = gemv.layout(count, layer.inputs, layer.out, layer.gated, sms)
             if few is not None:
                 yield "gemv", tuple(gemv.macros(base, few, layer.inputs, layer.normed).items())
             if count in INVARIANT_ROWS:
@@ -123,7 +123,7 @@ def _invariant(layer: Layer, base: dict[str, int], rows: int, sms: int) -> Kerne
 
 def layouts(layer: Layer, rows: int, sms: int) -> list[gemv.Layout]:
     """The layouts of gemv.cu that fit: what is under way per lane, blocks per SM, tiles per block."""
-    given = (rows, layer.inputs, layer.out, layer.gated, layer.normed, sms)
+    given = (rows, layer.inputs, layer.out, layer.gated, sms)
     found = [gemv.layout(*given)]
     for depth, resident in LAYOUTS[rows <= 2]:
         for split, rounds in ((1, 1), (1, 2), (1, 4), (2, 1)):

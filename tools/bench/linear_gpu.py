@@ -199,7 +199,7 @@ def contenders(
     )
     yield OURS, make()
     if rows <= gemv.MAX_ROWS:
-        if gemv.layout(rows, layer.inputs, layer.out, layer.gated, layer.normed, sms) is not None:
+        if gemv.layout(rows, layer.inputs, layer.out, layer.gated, sms) is not None:
             yield FEW, make(few_rows=gemv.MAX_ROWS)
         yield CUBLAS, make(few_rows=0)
     if rows in cases.INVARIANT_ROWS:
@@ -378,7 +378,7 @@ def layouts(run: Run, layer: Layer, rows: int) -> None:
     ]
     calls: dict[str, list[Callable[[], object]]] = {}
     y = torch.empty(rows, layer.out, dtype=layer.out_dtype, device="cuda")
-    default = gemv.layout(rows, layer.inputs, layer.out, layer.gated, layer.normed, run.sms)
+    default = gemv.layout(rows, layer.inputs, layer.out, layer.gated, run.sms)
     for one in cases.layouts(layer, rows, run.sms):
         name = f"{one.depth} under way, {one.resident} blocks, {one.rounds} tiles, {one.split} warps share"
         name += ", chosen" if one == default else ""

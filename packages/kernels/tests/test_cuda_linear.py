@@ -249,9 +249,7 @@ def test_a_row_has_the_same_bits_among_few_and_by_every_layout(
     first = None
     for rows in (1, 2, 3, 8):
         for depth, resident, rounds in ((8, 3, 1), (8, 2, 3), (16, 2, 4), (2, 1, 50)):
-            chosen = gemv.layout(
-                rows, inputs, out, gated, with_norm, 132, depth=depth, resident=resident, rounds=rounds
-            )
+            chosen = gemv.layout(rows, inputs, out, gated, 132, depth=depth, resident=resident, rounds=rounds)
             assert chosen is not None
             around = torch.full((rows + 2, out), torch.nan, dtype=torch.bfloat16, device="cuda")
             gemv.multiply(layer, chosen, x[:rows], residual[:rows], around[1:-1], norm=with_norm)
@@ -441,7 +439,7 @@ def test_every_output_is_in_one_tile_and_every_tile_in_one_block() -> None:
     for out, inputs, gated in MODEL_LAYERS:
         for rows in range(1, gemv.MAX_ROWS + 1):
             for rounds in (1, 3):
-                chosen = gemv.layout(rows, inputs, out, gated, True, 132, rounds=rounds)
+                chosen = gemv.layout(rows, inputs, out, gated, 132, rounds=rounds)
                 if chosen is None:
                     assert rows * inputs > 100_000
                     continue
@@ -456,9 +454,9 @@ def test_what_does_not_fit_has_no_layout() -> None:
     assert skinny.layout(skinny.NORM_ROWS + 1, 64, 4096, False, True, 132) is None
     assert skinny.layout(0, 64, 4096, False, False, 132) is None
     assert skinny.layout(8, 32768, 64, False, True, 132) is None
-    assert gemv.layout(gemv.MAX_ROWS + 1, 64, 4096, False, False, 132) is None
-    assert gemv.layout(0, 64, 4096, False, False, 132) is None
-    assert gemv.layout(8, 16384, 4096, False, False, 132) is None
+    assert gemv.layout(gemv.MAX_ROWS + 1, 64, 4096, False, 132) is None
+    assert gemv.layout(0, 64, 4096, False, 132) is None
+    assert gemv.layout(8, 16384, 4096, False, 132) is None
     assert max(cuda_linear.FEW_ROWS.values()) <= gemv.MAX_ROWS
 
 
@@ -466,7 +464,7 @@ def test_a_forced_layout_is_taken() -> None:
     forced = skinny.layout(2, 4096, 4096, False, False, 132, stages=3)
     assert forced is not None
     assert forced.stages == 3
-    chosen = gemv.layout(2, 4096, 4096, False, False, 132, depth=16, resident=1, rounds=5)
+    chosen = gemv.layout(2, 4096, 4096, False, 132, depth=16, resident=1, rounds=5)
     assert chosen is not None
     assert (chosen.depth, chosen.resident, chosen.rounds) == (16, 1, 5)
 

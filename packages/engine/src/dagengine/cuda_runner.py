@@ -29,7 +29,6 @@ from dagengine_kernels import (
     KernelError,
     Plan,
     SegmentTable,
-    plan_append,
 )
 from dagengine_kernels.errors import UNSUPPORTED
 from dagengine_kernels.staging import Staging
@@ -347,36 +346,6 @@ class CudaRunner(Runner):
                 options["slot"] = slots[index]
             plans.append(backend.plan(table, shape, rotary, device=self.device, dtype=self._dtype, **options))
         return plans
-
-    def _layers(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        plans: Sequence[Plan],
-        backend: AttentionBackend,
-    ) -> Tensor:
-        """Hidden states [T, H] behind the last layer; K and V of all rows with a slot are written on the way."""
-        writes = [
-            plan_append(positions, slots, rotary, self.arena.page_size) for _, _, rotary in self._groups
-        ]
-
-        def attend(
-            layer: int,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            *,
-            q_norm: RMSNorm | None = None,
-            k_norm: RMSNorm | None = None,
-        ) -> Tensor:
-            group, kv = self._group_of[layer], self.arena.layer(layer)
-            q = self._append(writes[group], layer, q, k, v, kv, q_norm, k_norm)
-            out = backend.run(plans[group], layer, q, kv)
-            assert isinstance(out, Tensor)
-            return out
-
-        return self.model.forward(input_ids, attend)
 
     def _append(
         self,

@@ -1,10 +1,10 @@
-"""CUDA graphs of steps: captured on first use, kept by what they depend on, replayed afterwards.
+"""CUDA graphs of steps: captured on first use, kept by what they depend on, to be replayed afterwards.
 
 Knows launches as functions; not what a step computes. All graphs share one pool of memory, since they run one after
 another on one stream: what one leaves there is gone when the next runs.
 
-    run(key)    kept? ── yes ──────────────────────────────────────► replay on the current stream
-                  └───── no ── warm up ── capture ── keep ── replay
+    find(key)   kept? ── yes ─────────────────────────────► the graph, to be replayed on the current stream
+                  └───── no ── warm up ── capture ── keep ───┘
                                on a stream of their own
 """
 

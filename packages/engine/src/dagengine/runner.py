@@ -23,6 +23,7 @@ from dagengine_kernels import (
     AppendPlan,
     AttentionBackend,
     AttentionShape,
+    Plan,
     RotaryTable,
     SegmentTable,
     build_table,
@@ -180,9 +181,20 @@ class Runner:
             backend.plan(batch.table, shape, rotary, device=self.device, dtype=self.arena.layer(0).dtype)
             for _, shape, rotary in self._groups
         ]
+        hidden = self._layers(batch.input_ids, batch.positions, batch.slots, plans, backend)
+        return self.model.logits(hidden[batch.logit_rows])
+
+    def _layers(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        plans: SequenceOf[Plan],
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """Hidden states [T, H] behind the last layer; K and V of all rows with a slot are written on the way."""
         writes = [
-            plan_append(batch.positions, batch.slots, rotary, self.arena.page_size)
-            for _, _, rotary in self._groups
+            plan_append(positions, slots, rotary, self.arena.page_size) for _, _, rotary in self._groups
         ]
 
         def attend(
@@ -194,15 +206,13 @@ class Runner:
             q_norm: RMSNorm | None = None,
             k_norm: RMSNorm | None = None,
         ) -> Tensor:
-            index = self._group_of[layer]
-            kv = self.arena.layer(layer)
-            q = self._append(writes[index], layer, q, k, v, kv, q_norm, k_norm)
-            out = backend.run(plans[index], layer, q, kv)
+            group, kv = self._group_of[layer], self.arena.layer(layer)
+            q = self._append(writes[group], layer, q, k, v, kv, q_norm, k_norm)
+            out = backend.run(plans[group], layer, q, kv)
             assert isinstance(out, Tensor)
             return out
 
-        hidden = self.model.forward(batch.input_ids, attend)
-        return self.model.logits(hidden[batch.logit_rows])
+        return self.model.forward(input_ids, attend)
 
     def _append(
         self,

@@ -157,9 +157,7 @@ class CudaLinear:
             return self._invariant(x, residual, dtype)
         chosen = None
         if rows <= self._few_rows:
-            chosen = gemv.layout(
-                rows, self.num_inputs, self.num_outputs, layer.gated, layer.norm is not None, self._sms
-            )
+            chosen = gemv.layout(rows, self.num_inputs, self.num_outputs, layer.gated, self._sms)
         if chosen is None:
             return self._by_cublas(self._normed(x), residual, dtype)
         y = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)

@@ -65,7 +65,6 @@ def layout(
     inputs: int,
     outputs: int,
     gated: bool,
-    norm: bool,
     sms: int,
     *,
     split: int | None = None,
@@ -147,7 +146,7 @@ def variants() -> tuple[Variant, ...]:
         (2, 1, 8192, 28672, 0, 0, 2),
         (1, 2, 5120, 5120, 0, 1, 1),
     ):
-        chosen = layout(rows, inputs, outputs, bool(gated), bool(norm), 132)
+        chosen = layout(rows, inputs, outputs, bool(gated), 132)
         assert chosen is not None
         base = {"DTYPE": dtype, "OUT_TYPE": out_type, "GATED": gated}
         found[Variant("gemv", "gemv", tuple(macros(base, chosen, inputs, bool(norm)).items()))] = None

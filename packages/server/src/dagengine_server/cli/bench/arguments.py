@@ -32,7 +32,7 @@ Shape = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="of the random inputs, and of random weights")]
 Output = Annotated[Path | None, typer.Option(help="write figures as lines of JSON", dir_okay=False)]
-Page = Annotated[Path | None, typer.Option("--markdown", help="write a page", dir_okay=False)]
+Markdown = Annotated[Path | None, typer.Option(help="write a page", dir_okay=False)]
 Check = Annotated[bool, typer.Option("--check", help="exit with 1 if a bar was missed")]
 
 COMMON: dict[str, tuple[Any, Any]] = {
@@ -70,7 +70,7 @@ COMMON: dict[str, tuple[Any, Any]] = {
     "threads": (options.Threads, None),
     "config": (options.Config, None),
     "output": (Output, None),
-    "page": (Page, None),
+    "markdown": (Markdown, None),
     "check": (Check, False),
     "as_json": (options.Json, False),
 }
@@ -162,5 +162,5 @@ def _common(context: typer.Context, taken: dict[str, Any]) -> Common:
         page_size=taken["page_size"],
         threads=choose_threads(taken["threads"]),
         given=options.engine_options(context),
-        destination=Destination(taken["output"], taken["page"], taken["check"], taken["as_json"]),
+        destination=Destination(taken["output"], taken["markdown"], taken["check"], taken["as_json"]),
     )

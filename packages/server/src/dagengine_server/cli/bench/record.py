@@ -37,7 +37,7 @@ class Figure:
     """One figure.
 
     Attributes:
-        bench: which command measured it; `published` fills it in.
+        bench: which command measured it; `publish` fills it in.
         case: what was run; `backend` is the attention backend, or empty where none is involved.
         value: the median of `n` samples, or the one count; in `unit`.
         baseline, baseline_value: what it is compared with, in the same unit and the same run.

@@ -15,7 +15,7 @@ import typer
 
 from .. import options
 from ..console import CommandError, print_table, say
-from .arguments import Output, Page
+from .arguments import Markdown, Output
 from .latency import MEASURES, Objective, Stream, latency_figures
 from .lengths import check_distribution, fixed, sharegpt
 from .publish import Destination, publish
@@ -59,7 +59,7 @@ def command(
     seed: Annotated[int, typer.Option(help="of lengths, arrivals and prompts")] = 0,
     config: options.Config = None,
     output: Output = None,
-    page: Page = None,
+    markdown: Markdown = None,
     as_json: options.Json = False,
 ) -> None:
     """Latency and throughput of any OpenAI-compatible server, streamed, at a rate or so many requests at once."""
@@ -107,7 +107,7 @@ def command(
         figures += _goodput(case, good, requests, seconds, objective)
     if not as_json:
         _print_percentiles([outcome.stream for outcome in good])
-    publish("serve", figures, where, Destination(output, page, False, as_json))
+    publish("serve", figures, where, Destination(output, markdown, False, as_json))
     if errors:
         raise typer.Exit(1)
 
