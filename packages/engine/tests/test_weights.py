@@ -264,6 +264,9 @@ def test_fused_dummy_weights_are_those_taken_one_by_one(dtype: torch.dtype) -> N
     one, other = source(), source()
     fused = one.take_fused(["a", "b"], [(16, 20), (8, 20)])
     assert torch.equal(fused, torch.cat([other.take("a", (16, 20)), other.take("b", (8, 20))]))
+    fused = one.take_fused(["a.norm", "a.bias"], [(4,), (4,)])
+    assert torch.equal(fused, torch.cat([other.take("a.norm", (4,)), other.take("a.bias", (4,))]))
+    assert torch.equal(fused[:4], torch.ones(4, dtype=dtype))
 
 
 def test_fused_tensors_are_checked_and_counted_one_by_one(tmp_path: Path) -> None:

@@ -214,21 +214,21 @@ class DummySource:
         return not (self._tied and name == "lm_head.weight")
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if len(shape) == 1 and "norm" in name:
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
-        return self._draw(torch.empty(shape, dtype=self._dtype, device=self._device))
+        return self._fill(torch.empty(shape, dtype=self._dtype, device=self._device), name)
 
     def take_fused(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """The tensors below each other; the same bits as taken one by one."""
         fused = torch.empty(fused_shape(shapes), dtype=self._dtype, device=self._device)
         begin = 0
-        for shape in shapes:
-            self._draw(fused[begin : begin + shape[0]])
+        for name, shape in zip(names, shapes, strict=True):
+            self._fill(fused[begin : begin + shape[0]], name)
             begin += shape[0]
         return fused
 
-    def _draw(self, out: torch.Tensor) -> torch.Tensor:
-        """Fill a tensor. In float32 and rounded on a CPU, so that a seed gives the same model in any dtype there."""
+    def _fill(self, out: torch.Tensor, name: str) -> torch.Tensor:
+        """Ones for a norm; else drawn, on a CPU in float32 and rounded: a seed gives the same model in any dtype."""
+        if out.dim() == 1 and "norm" in name:
+            return out.fill_(1.0)
         if out.device.type != "cpu" or out.dtype == torch.float32:
             return out.normal_(0.0, 0.02, generator=self._generator)
         return out.copy_(torch.empty(out.shape).normal_(0.0, 0.02, generator=self._generator))
