@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,9 @@ def test_an_interrupt_cancels_what_runs_and_keeps_nothing(llm: LLM, monkeypatch:
         ({"seed": -HUGER}, "invalid_request", "seed"),
         ({"attention_backend": 5}, "invalid_request", "attention_backend"),
         ({"position": 5}, "invalid_request", "position_policy"),
+        ({"position_policy": "natve"}, "policy_unsupported", "position_policy"),
+        ({"chat_template": 5}, "invalid_request", "chat_template"),
+        ({"attention_backend": "fusd"}, "backend_not_found", "attention_backend"),
         ({"dtype": 5}, "invalid_request", "dtype"),
         ({"page_size": -HUGER}, "invalid_request", "page_size"),
         ({"kv_memory_gib": True, "kv_pages": None}, "invalid_request", "kv_memory_gib"),
@@ -199,3 +203,23 @@ def test_an_engine_is_refused_by_option(
 def test_messages_show_any_value() -> None:
     for value in (HUGER, "x" * 500, [1] * 500, None):
         assert 0 < len(shown(value)) <= 80
+
+
+def test_an_interrupt_while_a_call_is_submitted_leaves_the_engine_usable(llm: LLM) -> None:
+    """`Thread.is_alive` takes a running thread for ended once an interrupt met it there (bpo-45274)."""
+    armed = True
+
+    def interrupt(frame: Any, event: str, called: Any) -> None:
+        nonlocal armed
+        if armed and event == "c_call" and frame.f_code.co_name == "_wait_for_tstate_lock":
+            armed = False
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        llm.engine.call(audit)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    assert llm.generate([1, 2, 3], max_tokens=2, ignore_eos=True, keep=False).finish_reason == "length"
