@@ -7,6 +7,7 @@ callback of their request. The thread either serves or is dead; when it dies eve
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -44,6 +45,7 @@ class EngineThread:
         self._failures = 0
         self._dead: EngineDead | None = None
         self._beat = time.monotonic()
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="dagengine", daemon=True)
         self._thread.start()
 
@@ -123,7 +125,8 @@ class EngineThread:
             self._thread.join(wait_s)
 
     def _post(self, run: Callable[[], None], future: Future[T]) -> None:
-        if self._dead is not None or not self._thread.is_alive():
+        # not Thread.is_alive: an interrupt in it makes it call a running thread ended (bpo-45274)
+        if self._dead is not None or os.getpid() != self._process:
             future.set_exception(self._dead or EngineDead("the engine is closed"))
             return
         self._commands.append(run)

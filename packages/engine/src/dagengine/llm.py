@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -33,7 +32,7 @@ class LLM:
 
     Args:
         model: a Hugging Face folder, or a Hub id (with the extra `hub`).
-        position: the position policy of requests that name none.
+        position: the position policy of requests that name none; by default `position_policy` of the options.
         options: any field of `EngineConfig`.
         core: an engine core to use instead of loading `model`; it is handed over.
 
@@ -45,7 +44,7 @@ class LLM:
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        position: str = "linear",
+        position: str | None = None,
         chat_template: str | None = None,
         core: EngineCore | None = None,
         **options: Any,
@@ -55,7 +54,7 @@ class LLM:
             if model is None:
                 raise DagError("invalid_request", "give the folder or the Hub id of a model", "model")
             core = build_core(model, config, chat_template=chat_template)
-        self._position = position
+        self._position = config.position_policy
         self.tokenizer = core.tokenizer
         self._encoder = InputEncoder(core.tokenizer)
         self.engine = EngineThread(core)
@@ -256,10 +255,13 @@ class LLM:
         self.close()
 
 
-def _engine_config(position: str, options: Mapping[str, Any]) -> EngineConfig:
-    try:
-        return replace(EngineConfig(), position_policy=position, **options)
-    except TypeError:
-        known = ", ".join(sorted(EngineConfig.__dataclass_fields__))
-        unknown = next(name for name in options if name not in EngineConfig.__dataclass_fields__)
-        raise DagError("invalid_request", f"unknown option {unknown!r}; known: {known}", unknown) from None
+def _engine_config(position: str | None, options: Mapping[str, Any]) -> EngineConfig:
+    for name in options:
+        if name not in EngineConfig.__dataclass_fields__:
+            known = ", ".join(sorted(EngineConfig.__dataclass_fields__))
+            raise DagError("invalid_request", f"unknown option {name!r}; known: {known}", name)
+    if position is None:
+        return EngineConfig(**options)
+    if "position_policy" in options:
+        raise DagError("invalid_request", "give position or position_policy, not both", "position_policy")
+    return EngineConfig(position_policy=position, **options)
