@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from dagengine import LLM, ContextRef, DagError, Keep, SamplingParams, State
+from dagengine.build import build_core
+from dagengine.config import EngineConfig
 from dagengine.core import EngineCore
 from dagengine.errors import shown
 
@@ -223,3 +225,23 @@ def test_an_interrupt_while_a_call_is_submitted_leaves_the_engine_usable(llm: LL
     finally:
         sys.setprofile(None)
     assert llm.generate([1, 2, 3], max_tokens=2, ignore_eos=True, keep=False).finish_reason == "length"
+
+
+def test_beside_a_core_options_are_refused_and_its_position_counts(model_folder: Path) -> None:
+    def core() -> EngineCore:
+        config = EngineConfig(load_format="dummy", kv_pages=8, position_policy="native")
+        return build_core(model_folder, config)
+
+    with LLM(core=core()) as llm:
+        assert llm.generate([1, 2], max_tokens=1, ignore_eos=True).dag.policy == "native"
+    for model, options in ((model_folder, {}), (None, {"kv_pages": 4}), (None, {"chat_template": "x"})):
+        with pytest.raises(DagError) as refused:
+            LLM(model, core=core(), **options)
+        assert refused.value.field == next(iter(options), "model")
+
+
+def test_ids_that_are_all_banned_are_no_failure_of_the_model(llm: LLM) -> None:
+    everything = tuple(range(llm.tokenizer.vocab_size))
+    with pytest.raises(DagError) as refused:
+        llm.generate([1, 2], max_tokens=4, min_tokens=1, stop_token_ids=everything)
+    assert (refused.value.code, refused.value.field) == ("invalid_request", "min_tokens")
