@@ -184,6 +184,7 @@ def test_offline_runs_more_requests_than_streams_of_drawn_lengths(
         (["nested", "--page-size", "-64"], "page_size"),
         (["offline", "--output", "/proc/none/x"], "/proc/none/x"),
         (["rag", "--markdown", "/proc/none/x"], "/proc/none/x"),
+        (["serve", "--output", "/proc/none/x"], "/proc/none/x"),
         (["make-model", "tiny", "/proc/none"], "/proc/none"),
         (["make-model", "tiny", "/tmp/dagengine-none", "--seed", str(2**64)], "seed"),
     ],

@@ -54,7 +54,12 @@ class LLM:
             if model is None:
                 raise DagError("invalid_request", "give the folder or the Hub id of a model", "model")
             core = build_core(model, config, chat_template=chat_template)
-        self._position = config.position_policy
+        else:
+            given = {"model": model, "chat_template": chat_template, **options}
+            beside = next((name for name, value in given.items() if value is not None), None)
+            if beside is not None:
+                raise DagError("invalid_request", f"{beside} cannot be given beside a core, which has it", beside)
+        self._position = core.config.position_policy if position is None else position
         self.tokenizer = core.tokenizer
         self._encoder = InputEncoder(core.tokenizer)
         self.engine = EngineThread(core)
