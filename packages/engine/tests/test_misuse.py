@@ -153,8 +153,11 @@ def test_what_fails_outside_of_a_batch_ends_its_request_only(
 def test_an_interrupt_cancels_what_runs_and_keeps_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of the requests have ended by then, one of them kept; a third one runs."""
 
-    class Interrupted(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
+    class Interrupted:
+        def put(self, item: None) -> None:
+            """Nobody waits."""
+
+        def get(self) -> None:
             while llm.engine.call(lambda core: core.num_running + core.num_waiting).result() > 1:
                 pass
             raise KeyboardInterrupt
@@ -162,7 +165,7 @@ def test_an_interrupt_cancels_what_runs_and_keeps_nothing(llm: LLM, monkeypatch:
     requests = [llm.request("short", GREEDY, keep=keep) for keep in (Keep(), None)]
     requests.append(llm.request("x", SamplingParams(max_tokens=400, ignore_eos=True), keep=Keep()))
     with monkeypatch.context() as patch:
-        patch.setattr("dagengine.llm.threading.Event", Interrupted)
+        patch.setattr("dagengine.llm.SimpleQueue", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.run(requests)
     llm.engine.call(audit).result()
@@ -245,3 +248,29 @@ def test_ids_that_are_all_banned_are_no_failure_of_the_model(llm: LLM) -> None:
     with pytest.raises(DagError) as refused:
         llm.generate([1, 2], max_tokens=4, min_tokens=1, stop_token_ids=everything)
     assert (refused.value.code, refused.value.field) == ("invalid_request", "min_tokens")
+
+
+def test_an_interrupt_anywhere_between_the_threads_stops_neither(llm: LLM) -> None:
+    """At each call and return in turn, among them those at which a lock has just been taken."""
+    places = ("threading.py", "_base.py", "async_engine.py", "llm.py")
+    for place in range(1000):
+        passed = 0
+
+        def interrupt(frame: Any, event: str, called: Any, place: int = place) -> None:
+            nonlocal passed
+            if frame.f_code.co_filename.endswith(places):
+                passed += 1
+                if passed == place + 1:
+                    raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            llm.generate([1, 2, 3], max_tokens=1, keep=False)
+        except (KeyboardInterrupt, RuntimeError):
+            pass
+        finally:
+            sys.setprofile(None)
+        assert llm.engine.call(lambda core: True).result(timeout=5)
+        if passed <= place:
+            return
+    raise AssertionError("never ran to its end")
