@@ -8,8 +8,8 @@ with LLM("path/or/id") as llm:
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -147,7 +147,7 @@ class LLM:
             position=position,
             position_options=position_options,
         )
-        found = self.engine.call(lambda core: explain(core, [request])).result()[0]
+        found = self.engine.ask(lambda core: explain(core, [request]))[0]
         if found.error is not None:
             raise found.error
         return found
@@ -222,7 +222,7 @@ class LLM:
         An interrupt while it waits cancels what has not finished and releases the states of what has.
         """
         finished: dict[str, FinishedEvent] = {}
-        done = threading.Event()
+        done: SimpleQueue[None] = SimpleQueue()
 
         def collect(event: Event) -> None:
             if on_event is not None:
@@ -230,7 +230,7 @@ class LLM:
             if isinstance(event, FinishedEvent):
                 finished[event.request_id] = event
                 if len(finished) == len(requests):
-                    done.set()
+                    done.put(None)
 
         def give_up(core: EngineCore) -> None:
             for request in requests:
@@ -240,8 +240,8 @@ class LLM:
 
         if requests:
             try:
-                self.engine.submit(requests, collect).result()
-                done.wait()
+                self.engine.ask(self.engine.accepting(requests, collect))
+                done.get()
             except BaseException:
                 self.engine.post(give_up)
                 raise
