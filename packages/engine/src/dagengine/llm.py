@@ -58,7 +58,9 @@ class LLM:
             given = {"model": model, "chat_template": chat_template, **options}
             beside = next((name for name, value in given.items() if value is not None), None)
             if beside is not None:
-                raise DagError("invalid_request", f"{beside} cannot be given beside a core, which has it", beside)
+                raise DagError(
+                    "invalid_request", f"{beside} cannot be given beside a core, which has it", beside
+                )
         self._position = core.config.position_policy if position is None else position
         self.tokenizer = core.tokenizer
         self._encoder = InputEncoder(core.tokenizer)
