@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from dagengine import LLM, ContextRef, DagError, Keep, SamplingParams, State
+from dagengine.build import build_core
+from dagengine.config import EngineConfig
 from dagengine.core import EngineCore
 from dagengine.errors import shown
 
@@ -150,8 +153,11 @@ def test_what_fails_outside_of_a_batch_ends_its_request_only(
 def test_an_interrupt_cancels_what_runs_and_keeps_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of the requests have ended by then, one of them kept; a third one runs."""
 
-    class Interrupted(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
+    class Interrupted:
+        def put(self, item: None) -> None:
+            """Nobody waits."""
+
+        def get(self) -> None:
             while llm.engine.call(lambda core: core.num_running + core.num_waiting).result() > 1:
                 pass
             raise KeyboardInterrupt
@@ -159,7 +165,7 @@ def test_an_interrupt_cancels_what_runs_and_keeps_nothing(llm: LLM, monkeypatch:
     requests = [llm.request("short", GREEDY, keep=keep) for keep in (Keep(), None)]
     requests.append(llm.request("x", SamplingParams(max_tokens=400, ignore_eos=True), keep=Keep()))
     with monkeypatch.context() as patch:
-        patch.setattr("dagengine.llm.threading.Event", Interrupted)
+        patch.setattr("dagengine.llm.SimpleQueue", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.run(requests)
     llm.engine.call(audit).result()
@@ -177,6 +183,9 @@ def test_an_interrupt_cancels_what_runs_and_keeps_nothing(llm: LLM, monkeypatch:
         ({"seed": -HUGER}, "invalid_request", "seed"),
         ({"attention_backend": 5}, "invalid_request", "attention_backend"),
         ({"position": 5}, "invalid_request", "position_policy"),
+        ({"position_policy": "natve"}, "policy_unsupported", "position_policy"),
+        ({"chat_template": 5}, "invalid_request", "chat_template"),
+        ({"attention_backend": "fusd"}, "backend_not_found", "attention_backend"),
         ({"dtype": 5}, "invalid_request", "dtype"),
         ({"page_size": -HUGER}, "invalid_request", "page_size"),
         ({"kv_memory_gib": True, "kv_pages": None}, "invalid_request", "kv_memory_gib"),
@@ -199,3 +208,69 @@ def test_an_engine_is_refused_by_option(
 def test_messages_show_any_value() -> None:
     for value in (HUGER, "x" * 500, [1] * 500, None):
         assert 0 < len(shown(value)) <= 80
+
+
+def test_an_interrupt_while_a_call_is_submitted_leaves_the_engine_usable(llm: LLM) -> None:
+    """`Thread.is_alive` takes a running thread for ended once an interrupt met it there (bpo-45274)."""
+    armed = True
+
+    def interrupt(frame: Any, event: str, called: Any) -> None:
+        nonlocal armed
+        if armed and event == "c_call" and frame.f_code.co_name == "_wait_for_tstate_lock":
+            armed = False
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        llm.engine.call(audit)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    assert llm.generate([1, 2, 3], max_tokens=2, ignore_eos=True, keep=False).finish_reason == "length"
+
+
+def test_beside_a_core_options_are_refused_and_its_position_counts(model_folder: Path) -> None:
+    def core() -> EngineCore:
+        config = EngineConfig(load_format="dummy", kv_pages=8, position_policy="native")
+        return build_core(model_folder, config)
+
+    with LLM(core=core()) as llm:
+        assert llm.generate([1, 2], max_tokens=1, ignore_eos=True).dag.policy == "native"
+    for model, options in ((model_folder, {}), (None, {"kv_pages": 4}), (None, {"chat_template": "x"})):
+        with pytest.raises(DagError) as refused:
+            LLM(model, core=core(), **options)
+        assert refused.value.field == next(iter(options), "model")
+
+
+def test_ids_that_are_all_banned_are_no_failure_of_the_model(llm: LLM) -> None:
+    everything = tuple(range(llm.tokenizer.vocab_size))
+    with pytest.raises(DagError) as refused:
+        llm.generate([1, 2], max_tokens=4, min_tokens=1, stop_token_ids=everything)
+    assert (refused.value.code, refused.value.field) == ("invalid_request", "min_tokens")
+
+
+def test_an_interrupt_anywhere_between_the_threads_stops_neither(llm: LLM) -> None:
+    """At each call and return in turn, among them those at which a lock has just been taken."""
+    places = ("threading.py", "_base.py", "async_engine.py", "llm.py")
+    for place in range(1000):
+        passed = 0
+
+        def interrupt(frame: Any, event: str, called: Any, place: int = place) -> None:
+            nonlocal passed
+            if frame.f_code.co_filename.endswith(places):
+                passed += 1
+                if passed == place + 1:
+                    raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            llm.generate([1, 2, 3], max_tokens=1, keep=False)
+        except (KeyboardInterrupt, RuntimeError):
+            pass
+        finally:
+            sys.setprofile(None)
+        assert llm.engine.call(lambda core: True).result(timeout=5)
+        if passed <= place:
+            return
+    raise AssertionError("never ran to its end")

@@ -179,13 +179,21 @@ def test_offline_runs_more_requests_than_streams_of_drawn_lengths(
         (["rag", "--gpu-memory-utilization", "0.5", "--device", "cpu"], "gpu_memory_utilization"),
         (["rag", "--device", "gpu"], "cuda:N"),
         (["nested", "--kv-pages", "9", "--kv-memory-gib", "1"], "kv_pages"),
+        (["offline", "--page-size", "0"], "page_size"),
+        (["rag", "--page-size", "0"], "page_size"),
+        (["nested", "--page-size", "-64"], "page_size"),
+        (["offline", "--output", "/proc/none/x"], "/proc/none/x"),
+        (["rag", "--markdown", "/proc/none/x"], "/proc/none/x"),
+        (["serve", "--output", "/proc/none/x"], "/proc/none/x"),
+        (["make-model", "tiny", "/proc/none"], "/proc/none"),
+        (["make-model", "tiny", "/tmp/dagengine-none", "--seed", str(2**64)], "seed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_settings_are_refused(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shape = [] if "--shape" in arguments or arguments[0] == "serve" else ["--shape", "tiny"]
+    shape = [] if "--shape" in arguments or arguments[0] in ("serve", "make-model") else ["--shape", "tiny"]
     assert says in refused(capsys, *arguments, *shape)
 
 

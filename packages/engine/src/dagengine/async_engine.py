@@ -7,11 +7,12 @@ callback of their request. The thread either serves or is dead; when it dies eve
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from .core import EngineCore
@@ -36,14 +37,15 @@ class EngineThread:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._commands: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
+        # no lock of Python's own: an interrupt would leave it taken, and this thread would wait for it for ever
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._listeners: dict[str, OnEvent] = {}
         self._stopping = False
         self._deadline = 0.0
         self._failures = 0
         self._dead: EngineDead | None = None
         self._beat = time.monotonic()
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="dagengine", daemon=True)
         self._thread.start()
 
@@ -71,12 +73,36 @@ class EngineThread:
         self._post(run, future)
         return future
 
+    def ask(self, function: Callable[[EngineCore], T]) -> T:
+        """What `call(function).result()` gives, for a thread that may be interrupted meanwhile: a Future's lock would
+        stay taken then, and the engine's thread would wait for it for ever."""
+        answers: SimpleQueue[Future[T]] = SimpleQueue()
+
+        def run() -> None:
+            answer: Future[T] = Future()
+            try:
+                answer.set_result(function(self._core))
+            except BaseException as error:
+                answer.set_exception(error)
+            answers.put(answer)
+
+        if self._dead is not None or os.getpid() != self._process:
+            raise self._dead or EngineDead("the engine is closed")
+        self._commands.put(run)
+        if self._dead is not None:
+            self._drain()
+        return answers.get().result()
+
     def submit(self, requests: Sequence[Request], on_event: OnEvent) -> Future[None]:
         """Accept one request, or a group that may refer to each other.
 
         `on_event` gets every event of these requests, on the engine's thread. The future fails with the refusal if
         the submission as a whole is refused; then no event follows.
         """
+        return self.call(self.accepting(requests, on_event))
+
+    def accepting(self, requests: Sequence[Request], on_event: OnEvent) -> Callable[[EngineCore], None]:
+        """What `submit` calls on the engine's thread."""
 
         def accept(core: EngineCore) -> None:
             if self._stopping:
@@ -93,7 +119,7 @@ class EngineThread:
                     self._listeners.pop(request_id, None)
                 raise
 
-        return self.call(accept)
+        return accept
 
     def post(self, function: Callable[[EngineCore], object]) -> None:
         """Like `call`, for whoever does not wait; never blocks, and is quietly dropped by a dead engine."""
@@ -105,10 +131,7 @@ class EngineThread:
                 log.debug("a posted command was refused: %s", error)
 
         if self._dead is None:
-            self._commands.append(run)
-            if self._wake.acquire(blocking=False):
-                self._wake.notify()
-                self._wake.release()
+            self._commands.put(run)
 
     def close(self, drain_s: float = 0.0, *, wait_s: float | None = None) -> None:
         """Take nothing new, let requests finish for `drain_s` seconds, cancel the rest, stop the thread.
@@ -117,18 +140,16 @@ class EngineThread:
         """
         self._deadline = time.monotonic() + drain_s
         self._stopping = True
-        with self._wake:
-            self._wake.notify()
+        self._commands.put(lambda: None)
         if threading.current_thread() is not self._thread:
             self._thread.join(wait_s)
 
     def _post(self, run: Callable[[], None], future: Future[T]) -> None:
-        if self._dead is not None or not self._thread.is_alive():
+        # not Thread.is_alive: an interrupt in it makes it call a running thread ended (bpo-45274)
+        if self._dead is not None or os.getpid() != self._process:
             future.set_exception(self._dead or EngineDead("the engine is closed"))
             return
-        self._commands.append(run)
-        with self._wake:
-            self._wake.notify()
+        self._commands.put(run)
         if self._dead is not None:
             self._drain()
 
@@ -136,8 +157,8 @@ class EngineThread:
         """Run what is still queued; on a dead engine commands fail or answer from a core that stands still."""
         while True:
             try:
-                command = self._commands.popleft()
-            except IndexError:
+                command = self._commands.get_nowait()
+            except Empty:
                 return
             command()
 
@@ -161,9 +182,12 @@ class EngineThread:
             return True
         if not self._core.has_work:
             self._dispatch(self._core.take_events())
-            with self._wake:
-                if not self._commands and not self._stopping:
-                    self._wake.wait(IDLE_WAIT_S)
+            if not self._stopping:
+                try:
+                    command = self._commands.get(timeout=IDLE_WAIT_S)
+                except Empty:
+                    return False
+                command()
             return False
         self._dispatch(self._step())
         if not self._core.progressed:

@@ -68,7 +68,7 @@ class AsyncLLM:
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        position: str = "linear",
+        position: str | None = None,
         chat_template: str | None = None,
         core: EngineCore | None = None,
         **options: Any,

@@ -35,7 +35,7 @@ from .config import POOL_SIZES, EngineConfig
 from .core import EngineCore, Observer
 from .cuda_runner import make_runner
 from .devices import place, use_device
-from .errors import DagError, as_dag_error
+from .errors import DagError, as_dag_error, shown
 from .memory import gib_of, num_pages
 from .models.linear import why_not_invariant
 from .models.registry import Model, model_class
@@ -149,6 +149,9 @@ def _build_core(
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     has_text = text and (folder / "tokenizer.json").exists()
+    if chat_template is not None and not isinstance(chat_template, str):
+        rule = f"chat_template is the text of a template, not {shown(chat_template)}"
+        raise DagError("invalid_request", rule, "chat_template")
     tokenizer = Tokenizer(folder, chat_template) if has_text else None
     begin = time.perf_counter()
     if config.load_format == "dummy":
@@ -215,7 +218,8 @@ def assemble(
         try:
             get_backend(config.attention_backend)
         except Exception as error:
-            raise as_dag_error(error, "attention_backend") from None
+            found = as_dag_error(error)
+            raise DagError(found.code, found.message, "attention_backend") from None
     try:
         position_policies.get(config.position_policy)
     except Exception as error:

@@ -79,6 +79,7 @@ class EngineCore:
         self._runner, self._observer = runner, observer
         self._eos = frozenset(eos_token_ids)
         vocab_size = min(geometry.vocab_size, tokenizer.vocab_size) if tokenizer else geometry.vocab_size
+        self._vocab_size = vocab_size
         self._sampler = Sampler(runner.device, vocab_size)
         self._pipeline = Pipeline(
             store, runner, self._sampler, self._backend, keep_logits=observer is not None
@@ -194,6 +195,12 @@ class EngineCore:
         if request.id in self._requests:
             raise DagError("invalid_request", f"request id {request.id!r} is in use", "id")
         check_request(request, self.geometry.vocab_size, has_text=self.tokenizer is not None)
+        params = request.sampling
+        if params is not None and params.min_tokens:
+            ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+            if sum(token < self._vocab_size for token in ends) == self._vocab_size:
+                message = "every token would end the output, so none may come before min_tokens were sampled"
+                raise DagError("invalid_request", message, "min_tokens")
         if request.backend is not None:
             self._backend(request.backend)
 

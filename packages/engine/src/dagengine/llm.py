@@ -8,9 +8,8 @@ with LLM("path/or/id") as llm:
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -33,7 +32,7 @@ class LLM:
 
     Args:
         model: a Hugging Face folder, or a Hub id (with the extra `hub`).
-        position: the position policy of requests that name none.
+        position: the position policy of requests that name none; by default `position_policy` of the options.
         options: any field of `EngineConfig`.
         core: an engine core to use instead of loading `model`; it is handed over.
 
@@ -45,7 +44,7 @@ class LLM:
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        position: str = "linear",
+        position: str | None = None,
         chat_template: str | None = None,
         core: EngineCore | None = None,
         **options: Any,
@@ -55,7 +54,14 @@ class LLM:
             if model is None:
                 raise DagError("invalid_request", "give the folder or the Hub id of a model", "model")
             core = build_core(model, config, chat_template=chat_template)
-        self._position = position
+        else:
+            given = {"model": model, "chat_template": chat_template, **options}
+            beside = next((name for name, value in given.items() if value is not None), None)
+            if beside is not None:
+                raise DagError(
+                    "invalid_request", f"{beside} cannot be given beside a core, which has it", beside
+                )
+        self._position = core.config.position_policy if position is None else position
         self.tokenizer = core.tokenizer
         self._encoder = InputEncoder(core.tokenizer)
         self.engine = EngineThread(core)
@@ -143,7 +149,7 @@ class LLM:
             position=position,
             position_options=position_options,
         )
-        found = self.engine.call(lambda core: explain(core, [request])).result()[0]
+        found = self.engine.ask(lambda core: explain(core, [request]))[0]
         if found.error is not None:
             raise found.error
         return found
@@ -218,7 +224,7 @@ class LLM:
         An interrupt while it waits cancels what has not finished and releases the states of what has.
         """
         finished: dict[str, FinishedEvent] = {}
-        done = threading.Event()
+        done: SimpleQueue[None] = SimpleQueue()
 
         def collect(event: Event) -> None:
             if on_event is not None:
@@ -226,7 +232,7 @@ class LLM:
             if isinstance(event, FinishedEvent):
                 finished[event.request_id] = event
                 if len(finished) == len(requests):
-                    done.set()
+                    done.put(None)
 
         def give_up(core: EngineCore) -> None:
             for request in requests:
@@ -236,8 +242,8 @@ class LLM:
 
         if requests:
             try:
-                self.engine.submit(requests, collect).result()
-                done.wait()
+                self.engine.ask(self.engine.accepting(requests, collect))
+                done.get()
             except BaseException:
                 self.engine.post(give_up)
                 raise
@@ -256,10 +262,13 @@ class LLM:
         self.close()
 
 
-def _engine_config(position: str, options: Mapping[str, Any]) -> EngineConfig:
-    try:
-        return replace(EngineConfig(), position_policy=position, **options)
-    except TypeError:
-        known = ", ".join(sorted(EngineConfig.__dataclass_fields__))
-        unknown = next(name for name in options if name not in EngineConfig.__dataclass_fields__)
-        raise DagError("invalid_request", f"unknown option {unknown!r}; known: {known}", unknown) from None
+def _engine_config(position: str | None, options: Mapping[str, Any]) -> EngineConfig:
+    for name in options:
+        if name not in EngineConfig.__dataclass_fields__:
+            known = ", ".join(sorted(EngineConfig.__dataclass_fields__))
+            raise DagError("invalid_request", f"unknown option {name!r}; known: {known}", name)
+    if position is None:
+        return EngineConfig(**options)
+    if "position_policy" in options:
+        raise DagError("invalid_request", "give position or position_policy, not both", "position_policy")
+    return EngineConfig(position_policy=position, **options)

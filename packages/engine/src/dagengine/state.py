@@ -63,7 +63,7 @@ class State:
 
     def fork(self, at: int) -> State:
         """A new handle on the first `at` tokens. Raises DagError `span_out_of_range`."""
-        forked = self._engine.call(lambda core: core.fork(self.id, at)).result()
+        forked = self._engine.ask(lambda core: core.fork(self.id, at))
         spans = {name: (min(a, at), min(b, at)) for name, (a, b) in self.spans.items()}
         return State(self._engine, forked, spans)
 

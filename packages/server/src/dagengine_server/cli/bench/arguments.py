@@ -18,7 +18,7 @@ import typer
 from .. import options
 from ..console import CommandError
 from ..threads import ThreadChoice, choose_threads
-from .publish import Destination
+from .publish import Destination, check_writable
 
 DEFAULT_SEQUENCES = 64
 POOL = ("kv_pages", "kv_memory_gib", "gpu_memory_utilization")
@@ -155,6 +155,8 @@ def counts(values: list[int] | None, default: tuple[int, ...], name: str) -> lis
 
 
 def _common(context: typer.Context, taken: dict[str, Any]) -> Common:
+    counts([taken["page_size"]], (), "page_size")
+    check_writable({"output": taken["output"], "markdown": taken["page"]})
     return Common(
         model=taken["model"],
         shape=taken["shape"],

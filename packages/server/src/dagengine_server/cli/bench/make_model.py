@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import options
-from ..console import say
+from ..console import CommandError, say
 
 
 def command(
@@ -27,7 +27,11 @@ def command(
     from dagengine import EngineConfig
     from dagengine.shapes import shape_config, write_model
 
-    chosen = EngineConfig(device=device).device
+    chosen = EngineConfig(device=device, seed=seed).device
     found = shape_config(shape)
     say(f"drawing {shape}, device {chosen}, seed {seed}")
-    print(write_model(folder, found, seed=seed, device=chosen))
+    try:
+        written = write_model(folder, found, seed=seed, device=chosen)
+    except OSError as error:
+        raise CommandError(f"{folder} cannot be written: {error}", "folder") from None
+    print(written)

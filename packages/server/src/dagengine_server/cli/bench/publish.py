@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import typer
 
-from ..console import print_json, print_table
+from ..console import CommandError, print_json, print_table
 from .record import Circumstances, Figure, dump_lines
 from .report import Bar, markdown, number, verdicts
 
@@ -30,11 +31,6 @@ def publish(
 ) -> None:
     """Write and print the figures of one run. Raises typer.Exit where `--check` was asked for and a bar was missed."""
     named = [replace(figure, bench=bench) for figure in figures]
-    if to.output is not None:
-        to.output.write_text(dump_lines(named, where), encoding="utf-8")
-    if to.page is not None:
-        page = markdown(named, where, f"`dagengine bench {bench}`", bars)
-        to.page.write_text(page, encoding="utf-8")
     judged = [verdict for verdict in verdicts(named, bars) if verdict.figure is not None]
     if to.as_json:
         for figure in named:
@@ -45,8 +41,28 @@ def publish(
             rows = [(v.bar.title, v.goal, v.measured, v.word) for v in judged]
             print_table("bars", ("bar", "goal", "measured", ""), rows)
         print(where.hardware)
+    if to.output is not None:
+        _write(to.output, dump_lines(named, where))
+    if to.page is not None:
+        _write(to.page, markdown(named, where, f"`dagengine bench {bench}`", bars))
     if to.check and any(verdict.word == "FAIL" for verdict in judged):
         raise typer.Exit(1)
+
+
+def check_writable(files: Mapping[str, Path | None]) -> None:
+    """Raises CommandError for the option whose file cannot be written, before anything is measured for it."""
+    for name, path in files.items():
+        if path is None:
+            continue
+        if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise CommandError(f"{path} cannot be written", name)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error}") from None
 
 
 def _row(figure: Figure) -> tuple[object, ...]:

@@ -18,7 +18,7 @@ from ..console import CommandError, print_table, say
 from .arguments import Markdown, Output
 from .latency import MEASURES, Objective, Stream, latency_figures
 from .lengths import check_distribution, fixed, sharegpt
-from .publish import Destination, publish
+from .publish import Destination, check_writable, publish
 from .record import Figure, circumstances, command_line, percentile
 from .report import number
 
@@ -66,6 +66,7 @@ def command(
     from .http_load import Load, run_load, served_model
 
     check_distribution(lengths)
+    check_writable({"output": output, "markdown": page})
     sizes = (
         sharegpt(warm_up + requests, seed)
         if lengths == "sharegpt"
