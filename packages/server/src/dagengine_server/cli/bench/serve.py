@@ -66,7 +66,7 @@ def command(
     from .http_load import Load, run_load, served_model
 
     check_distribution(lengths)
-    check_writable({"output": output, "markdown": page})
+    check_writable({"output": output, "markdown": markdown})
     sizes = (
         sharegpt(warm_up + requests, seed)
         if lengths == "sharegpt"
