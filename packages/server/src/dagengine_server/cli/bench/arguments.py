@@ -156,7 +156,7 @@ def counts(values: list[int] | None, default: tuple[int, ...], name: str) -> lis
 
 def _common(context: typer.Context, taken: dict[str, Any]) -> Common:
     counts([taken["page_size"]], (), "page_size")
-    check_writable({"output": taken["output"], "markdown": taken["page"]})
+    check_writable({"output": taken["output"], "markdown": taken["markdown"]})
     return Common(
         model=taken["model"],
         shape=taken["shape"],
