@@ -165,9 +165,9 @@ def test_figures_are_named_written_and_judged(tmp_path: Path, capsys: pytest.Cap
     assert "| a bar | ≤ 1 ms | 3 ms | FAIL |" in (tmp_path / "f.md").read_text()
     with pytest.raises(typer.Exit):
         publish("x", figures, WHERE, Destination(None, None, check=True, as_json=True), [BAR])
-    publish(
-        "x", figures, WHERE, Destination(tmp_path / "g.jsonl", tmp_path / "g.md", check=True, as_json=True)
-    )
+    to = Destination(tmp_path / "g.jsonl", tmp_path / "g.md", check=True, as_json=True)
+    with pytest.raises(CommandError):  # nothing to check is no pass
+        publish("x", figures, WHERE, to)
     assert "Bars" not in (tmp_path / "g.md").read_text()
 
 

@@ -29,7 +29,12 @@ class Destination:
 def publish(
     bench: str, figures: Sequence[Figure], where: Circumstances, to: Destination, bars: Sequence[Bar] = ()
 ) -> None:
-    """Write and print the figures of one run. Raises typer.Exit where `--check` was asked for and a bar was missed."""
+    """Write and print the figures of one run.
+
+    Raises:
+        typer.Exit: `--check` was asked for and a bar was missed.
+        CommandError: it was, and there was nothing to check; a file could not be written.
+    """
     named = [replace(figure, bench=bench) for figure in figures]
     judged = [verdict for verdict in verdicts(named, bars) if verdict.figure is not None]
     if to.as_json:
@@ -45,6 +50,8 @@ def publish(
         _write(to.output, dump_lines(named, where))
     if to.page is not None:
         _write(to.page, markdown(named, where, f"`dagengine bench {bench}`", bars))
+    if to.check and not judged:
+        raise CommandError(f"no bar of `bench {bench}` is about what was measured", "check")
     if to.check and any(verdict.word == "FAIL" for verdict in judged):
         raise typer.Exit(1)
 
