@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from types import TracebackType
@@ -43,7 +44,7 @@ class Peer(Protocol):
         ...
 
 
-class _Peer:
+class _Peer(ABC):
     """What the other engines have in common: their own random ids, and a library that must be there."""
 
     name = ""
@@ -67,11 +68,13 @@ class _Peer:
         """The common options that it is told."""
         return ("dtype", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "load_format")
 
+    @abstractmethod
     def start(self, model: str, common: Common, longest: int, dummy: bool) -> Any:
-        raise NotImplementedError
+        """The library's engine, with room for requests of `longest` tokens; `dummy`: with random weights."""
 
+    @abstractmethod
     def stop(self) -> None:
-        raise NotImplementedError
+        """End it and free its memory."""
 
     @property
     def device(self) -> tuple[str, dict[str, str]]:
