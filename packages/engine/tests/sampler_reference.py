@@ -128,3 +128,19 @@ def choices(logits: SequenceOf[float], one: SamplingRow, *, error: float) -> set
         values = {t: log + gumbel[t] for t, log in weights(scores, edge).items()}
         right |= {t for t, value in values.items() if value >= max(values.values()) - error}
     return right
+
+
+OPTIONS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9),
+    SamplingParams(temperature=1.5, top_k=5, logprobs=3),
+    SamplingParams(temperature=1.0, top_p=0.5),
+    SamplingParams(temperature=0.7, min_p=0.2, presence_penalty=1.0),
+    SamplingParams(temperature=0.0, logit_bias={3: 5.0}, logprobs=0),
+    SamplingParams(temperature=2.0, top_k=20, top_p=0.9),
+    SamplingParams(temperature=1.0, repetition_penalty=1.5, logprobs=20),
+    SamplingParams(temperature=0.0, frequency_penalty=0.5),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_p=0.97, min_p=0.01),
+]
+"""Every kind of choice, alone and together."""

@@ -17,7 +17,7 @@ from dagengine.sampler import NonFiniteLogits, Sampled, Sampler, SamplingRow
 from dagengine.sampling import SamplingParams
 from dagengine.sampling_rows import CHUNK_ELEMENTS
 
-from .sampler_reference import CPU, choices, probabilities, row, sample
+from .sampler_reference import CPU, OPTIONS, choices, probabilities, row, sample
 
 DRAWS = 12_000
 VOCAB = 12
@@ -225,21 +225,6 @@ def test_a_seed_gives_the_same_tokens_and_another_seed_others() -> None:
     assert tokens(5) == tokens(5) == tokens(5 + 2**64)
     assert len({tuple(tokens(seed)) for seed in range(20)}) == 20
     assert len(set(tokens(5))) > 10
-
-
-OPTIONS = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.9),
-    SamplingParams(temperature=1.5, top_k=5, logprobs=3),
-    SamplingParams(temperature=1.0, top_p=0.5),
-    SamplingParams(temperature=0.7, min_p=0.2, presence_penalty=1.0),
-    SamplingParams(temperature=0.0, logit_bias={3: 5.0}, logprobs=0),
-    SamplingParams(temperature=2.0, top_k=20, top_p=0.9),
-    SamplingParams(temperature=1.0, repetition_penalty=1.5, logprobs=20),
-    SamplingParams(temperature=0.0, frequency_penalty=0.5),
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=1.0, top_p=0.97, min_p=0.01),
-]
 
 
 @pytest.mark.parametrize("chunk", [1, 150, 1 << 16])

@@ -9,6 +9,7 @@ from torch import Tensor
 from dagengine.sampler import NonFiniteLogits, Sampled, Sampler, SamplingRow
 from dagengine.sampling import SamplingParams
 
+from .sampler_reference import OPTIONS as COMMON
 from .sampler_reference import choices, row
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -16,20 +17,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVID
 ERROR = 1e-4
 """Of a score: what rounding may do to it; choices may differ where two scores are this close."""
 
-OPTIONS = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.9),
-    SamplingParams(temperature=1.5, top_k=5, logprobs=3),
-    SamplingParams(temperature=1.0, top_p=0.5),
-    SamplingParams(temperature=0.7, min_p=0.2, presence_penalty=1.0),
-    SamplingParams(temperature=0.0, logit_bias={3: 5.0}, logprobs=0),
-    SamplingParams(temperature=2.0, top_k=20, top_p=0.9),
-    SamplingParams(temperature=1.0, repetition_penalty=1.5, logprobs=20),
-    SamplingParams(temperature=0.0, frequency_penalty=0.5),
-    SamplingParams(temperature=1e-7),
-    SamplingParams(temperature=1.0, top_p=0.97, min_p=0.01),
-    SamplingParams(temperature=100.0, top_k=1),
-]
+OPTIONS = [*COMMON, SamplingParams(temperature=1e-7), SamplingParams(temperature=100.0, top_k=1)]
 
 
 def rows_of(count: int, vocab: int, step: int = 0) -> list[SamplingRow]:
