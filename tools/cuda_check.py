@@ -31,6 +31,7 @@ SOURCES = (
     "advance",
     "attend",
     "draw",
+    "greatest",
     "gemv",
     "skinny",
     "tiled",

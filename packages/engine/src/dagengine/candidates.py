@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dagengine_kernels.fused.cuda.greatest import greatest as greatest_on_cuda
+
 MASS_BITS = 42
 """Fractional bits of a mass. A row's sum fits into int64 while its vocabulary is below MAX_VOCAB."""
 
@@ -39,16 +41,15 @@ def argmax(scores: Tensor) -> Tensor:
 def greatest(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The argmax of each row [n, V], int64 [n]; its score, [n, 1]; and whether that is finite, bool [n].
 
-    It is not where the row holds NaN, plus infinity, or minus infinity alone.
+    It is not where the row holds NaN, plus infinity, or minus infinity alone; the argmax is 0 then.
     """
-    if scores.device.type == "cpu":
-        array = scores.numpy()
-        ids = array.argmax(-1)
-        values = array[np.arange(len(array)), ids]
-        return torch.from_numpy(ids), torch.from_numpy(values)[:, None], torch.from_numpy(np.isfinite(values))
-    chosen = scores.argmax(dim=-1)
-    peaks = scores.gather(1, chosen[:, None])
-    return chosen, peaks, (peaks - peaks == 0)[:, 0]  # fewer operations than isfinite
+    if scores.device.type == "cuda":
+        ids, peaks, finite = greatest_on_cuda(scores)
+        return ids, peaks[:, None], finite
+    ids = argmax(scores)
+    peaks = scores.gather(1, ids[:, None])
+    finite = (peaks - peaks == 0)[:, 0]  # fewer operations than isfinite
+    return ids * finite, peaks, finite
 
 
 def likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

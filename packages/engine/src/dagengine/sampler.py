@@ -78,7 +78,7 @@ class Sampler:
         jobs = [job for i, row in enumerate(rows) if (job := job_of(i, row, self._vocab)) is not None]
         if jobs:
             self._process(logits, jobs, ids, finite, peaks)
-        ids = ids * finite
+            ids = ids * finite
         counted = [job for job in jobs if job.slot is not None]
         if counted:
             where = np.array([(job.index, job.slot) for job in counted], np.int64)
