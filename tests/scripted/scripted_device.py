@@ -120,6 +120,7 @@ class DeviceBackend(ScriptedBackend):
         dtype: torch.dtype,
         reserve: Sequence[Sequence[int]] | None = None,
         slot: Slot | None = None,
+        settled: bool = False,
     ) -> DevicePlan:
         self.num_plans += 1
         seen = super().plan(table, shape, rotary, device=device, dtype=dtype)

@@ -86,6 +86,7 @@ class PlanningBackend(AttentionBackend):
         dtype: torch.dtype,
         reserve: Any = None,
         slot: PlanSlot | None = None,
+        settled: bool = False,
     ) -> FusedPlan:
         device = self._check_plan(table, shape, None, device, dtype)
         heights = (attend.NARROW, attend.WIDE)

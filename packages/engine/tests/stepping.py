@@ -156,7 +156,7 @@ def with_slots(base):
         def new_slot(self, device):
             return TwinSlot()
 
-        def plan(self, table, shape, rotary, *, device, dtype, reserve=None, slot=None):
+        def plan(self, table, shape, rotary, *, device, dtype, reserve=None, slot=None, settled=False):
             self.num_plans += 1
             arguments = (shape, rotary, device, dtype)
             inner = super().plan(table, shape, rotary, device=device, dtype=dtype)

@@ -14,7 +14,8 @@ from dagengine_kernels import (
     plan_append,
 )
 from dagengine_kernels.conformance_cases import frequencies
-from dagengine_kernels.errors import UNSUPPORTED
+from dagengine_kernels.cuda_linear import CudaLinear
+from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED
 from dagengine_kernels.fused.backend import FusedBackend
 from dagengine_kernels.fused.cuda.slot import PlanSlot
 
@@ -210,3 +211,55 @@ def test_captured_append_passes_over_negative_slots(page_dtype):
                     want[slot // SIZE, 0, :, slot % SIZE] = k[row].to(page_dtype)
                     want[slot // SIZE, 1, :, slot % SIZE] = v[row].to(page_dtype)
             assert torch.equal(pages, want)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_settled_layers_see_the_rows_that_were_just_appended(rows):
+    """Product, append and attention of several layers overlap in a graph; the same one by one gives the same bits."""
+    bench = Bench(SHAPES["Llama-3-8B"])
+    table = table_of(rows, rows, 900)
+    layers = []
+    for layer in range(4):
+        generator = torch.Generator("cuda").manual_seed(layer)
+        weight = torch.randn(6144, 4096, device="cuda", generator=generator).mul(1 / 64).bfloat16()
+        out = torch.randn(4096, 4096, device="cuda", generator=generator).mul(1 / 64).bfloat16()
+        layers.append((CudaLinear(weight), CudaLinear(out), bench.kv + 0.01 * layer))
+    ends = table.extents[table.extent_indptr[1:] - 1].tolist()
+    slots = torch.tensor([page * SIZE + hi - 1 for page, _, hi, *_ in ends], device="cuda")
+    positions = torch.tensor(table.q_positions.tolist(), device="cuda")
+    torch.cuda.synchronize()
+
+    def forward(x, plan, settled):
+        for qkv, out, kv in layers:
+            write = plan_append(positions, slots, bench.rotary, SIZE, settled=settled)
+            q, k, v = qkv(x).split([4096, 1024, 1024], dim=-1)
+            q = write.write(k.view(rows, 8, 128), v.view(rows, 8, 128), kv, q=q.view(rows, 32, 128))
+            x = out(bench.backend.run(plan, 0, q, kv).view(rows, 4096))
+            if not settled:
+                torch.cuda.synchronize()
+        return x
+
+    inputs = [torch.randn(rows, 4096, device="cuda").bfloat16() for _ in range(30)]
+    want = [forward(x, bench.plan(table), False).clone() for x in inputs]
+    x = torch.zeros_like(inputs[0])
+    with torch.cuda.stream(bench.stream):
+        plan = bench.plan(table, slot=bench.slot, settled=True)
+        forward(x + 0, plan, True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=bench.stream, pool=bench.pool):
+            y = forward(x + 0, plan, True)
+        for given, right in zip(inputs, want, strict=True):
+            x.copy_(given)
+            graph.replay()
+            assert torch.equal(y, right)
+    bench.stream.synchronize()
+
+
+def test_settled_is_for_one_row_per_sequence():
+    bench = Bench(SHAPES["window"])
+    two = SegmentTable.from_sequences(
+        [SequenceSegments(8, 2, [(0, 0, 10, 0, 0)], 0)], page_size=SIZE, num_pages=PAGES
+    )
+    with pytest.raises(KernelError) as error:
+        bench.plan(two, settled=True)
+    assert error.value.code == INVALID_ARGUMENT and error.value.field == "settled"

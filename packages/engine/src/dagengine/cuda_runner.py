@@ -239,7 +239,8 @@ class CudaRunner(Runner):
             work.writer.pages[count // size + 1 :] for work, count in zip(works, computed, strict=True)
         ]
         room = min(len(work.writer.pages) * size - count for work, count in zip(works, computed, strict=True))
-        plans = self._plan(table, backend, slots.decode, reserve=reserve)
+        # Settled: a step begins with a kernel of torch's, the embedding, which waits for all before it.
+        plans = self._plan(table, backend, slots.decode, reserve=reserve, settled=True)
         capacity = next(c for c in self._capacities if c >= len(works))
         if capacity not in self._buffers:
             self._buffers[capacity] = _Buffers(capacity, self._capacities[-1], self.device)
@@ -272,7 +273,7 @@ class CudaRunner(Runner):
         """Logits [capacity, vocab] of what is in the buffers."""
         buffers = batch.buffers
         ids = buffers.choices.index_select(0, buffers.source)
-        hidden = self._layers(ids, buffers.positions, buffers.slots, batch.plans, batch.backend)
+        hidden = self._layers(ids, buffers.positions, buffers.slots, batch.plans, batch.backend, settled=True)
         return self.model.logits(hidden)
 
     def _advance_plans(self, batch: _Batch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -173,10 +173,7 @@ def check_request(request: Request, vocab_size: int, *, has_text: bool) -> None:
     """
     if not request.input_ids:
         raise DagError("invalid_request", "the input holds no token; send at least one", "input")
-    for position, token in enumerate(request.input_ids):
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            rule = f"token ids are integers from 0 to {vocab_size - 1}, not {shown(token)}"
-            raise DagError("invalid_request", rule, f"input[{position}]")
+    _check_ids(request.input_ids, vocab_size)
     _check_types(request)
     for index, ref in enumerate(request.context):
         _check_reference(ref, f"context[{index}]")
@@ -189,6 +186,16 @@ def check_request(request: Request, vocab_size: int, *, has_text: bool) -> None:
             raise DagError("invalid_request", f"the vocabulary has no token {shown(token)}", name)
     if params.stop and not has_text:
         raise DagError("unsupported", "stop strings need a tokenizer; this model has none", "stop")
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse what is no token id; ids that all are, as nearly always, are looked at together."""
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return
+    for position, token in enumerate(ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            rule = f"token ids are integers from 0 to {vocab_size - 1}, not {shown(token)}"
+            raise DagError("invalid_request", rule, f"input[{position}]")
 
 
 def _check_types(request: Request) -> None:

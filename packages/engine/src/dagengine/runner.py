@@ -191,10 +191,17 @@ class Runner:
         slots: Tensor,
         plans: SequenceOf[Plan],
         backend: AttentionBackend,
+        *,
+        settled: bool = False,
     ) -> Tensor:
-        """Hidden states [T, H] behind the last layer; K and V of all rows with a slot are written on the way."""
+        """Hidden states [T, H] behind the last layer; K and V of all rows with a slot are written on the way.
+
+        Args:
+            settled: as `dagengine_kernels.plan_append` is told of positions and slots.
+        """
+        size = self.arena.page_size
         writes = [
-            plan_append(positions, slots, rotary, self.arena.page_size) for _, _, rotary in self._groups
+            plan_append(positions, slots, rotary, size, settled=settled) for _, _, rotary in self._groups
         ]
 
         def attend(

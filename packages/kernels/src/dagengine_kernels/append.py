@@ -53,12 +53,14 @@ class AppendPlan:
             captured graph; a plan that is captured is made in the capture, since torch's path keeps what it derives.
         rotary: None for layers without positions.
         page_size: tokens per page.
+        settled: as `plan_append` was told.
     """
 
     positions: Tensor
     slots: Tensor
     rotary: RotaryTable | None
     page_size: int
+    settled: bool = False
 
     @cached_property
     def implementation(self) -> str:
@@ -152,7 +154,7 @@ class AppendPlan:
     @cached_property
     def _appender(self) -> Appender:
         slots, positions = (x.to(torch.int64).contiguous() for x in (self.slots, self.positions))
-        return Appender(slots, positions, self.rotary, self.page_size)
+        return Appender(slots, positions, self.rotary, self.page_size, settled=self.settled)
 
     @cached_property
     def _cpu_appender(self) -> CpuAppender:
@@ -199,18 +201,27 @@ def _for_attention(q: Tensor | None, norm: HeadNorm | None) -> Tensor | None:
     return q.contiguous() if norm is None else norm(q).to(q.dtype)
 
 
-def plan_append(positions: Tensor, slots: Tensor, rotary: RotaryTable | None, page_size: int) -> AppendPlan:
+def plan_append(
+    positions: Tensor,
+    slots: Tensor,
+    rotary: RotaryTable | None,
+    page_size: int,
+    *,
+    settled: bool = False,
+) -> AppendPlan:
     """Prepare once per step what `AppendPlan.write` needs in every layer.
 
     Args:
         positions: int64 [T] stored positions, in [0, rotary.length).
         slots: int64 [T], page * page_size + row, distinct; negative ones are passed over.
+        settled: a promise that both were complete when the last kernel that waits for all before it started: they are
+            read while the kernel before `write` ends.
     Raises: KernelError (invalid_argument).
     """
     if positions.shape != slots.shape or positions.ndim != 1:
         message = f"positions {[*positions.shape]} and slots {[*slots.shape]} must both be [T]"
         raise KernelError(INVALID_ARGUMENT, message, "slots")
-    return AppendPlan(positions, slots, rotary, page_size)
+    return AppendPlan(positions, slots, rotary, page_size, settled)
 
 
 def append_kv(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,6 +137,7 @@ class FusedBackend(AttentionBackend):
         dtype: torch.dtype,
         reserve: Sequence[Sequence[int]] | None = None,
         slot: PlanSlot | None = None,
+        settled: bool = False,
     ) -> FusedPlan:
         """As `AttentionBackend.plan`.
 
@@ -145,6 +147,9 @@ class FusedBackend(AttentionBackend):
             slot: device memory that the plan is loaded into, by an upload on the current stream that the host does
                 not wait for; see `FusedPlan.graph_key`. The plan that was in it before cannot be run any more. Without
                 one the plan has memory of its own, and stays valid as long as it lives.
+            settled: a promise that whatever `run` reads was complete when the last kernel that waits for all before it
+                started, except q and the K and V stored at the positions of the table's rows. Then pages, and the plan
+                itself, are read while the kernel before `run` ends. Only for tables of one row per sequence.
         Raises: also KernelError (capability_missing, field `reserve` or `slot`) where no implementation that takes the
             batch can do that.
         """
@@ -152,6 +157,8 @@ class FusedBackend(AttentionBackend):
         _check_factors(shape)
         if slot is not None and not _same_device(device, slot.device):
             raise KernelError(INVALID_ARGUMENT, f"must be on {device}, is on {slot.device}", "slot")
+        if settled and (np.diff(table.q_indptr) != 1).any():
+            raise KernelError(INVALID_ARGUMENT, "is for tables of one row per sequence", "settled")
         if shape.window is not None and shape.window >= POSITIONS:
             shape = replace(shape, window=None)
         refusal: KernelError | None = None
@@ -174,6 +181,7 @@ class FusedBackend(AttentionBackend):
                     executor.name,
                     maker=executor,
                     slot=slot,
+                    settled=settled,
                 )
                 executor.load(plan)
             except KernelError as error:

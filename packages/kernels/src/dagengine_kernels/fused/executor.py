@@ -27,6 +27,7 @@ class FusedPlan(Plan):
         loaded: what that implementation made of it (device arrays, scratch); its own business.
         maker: the instance that loaded it; no other runs it.
         slot: where it was loaded, until the next plan is; None where its memory is its own.
+        settled: as `FusedBackend.plan` was told.
     """
 
     arrays: PlanArrays
@@ -34,14 +35,15 @@ class FusedPlan(Plan):
     loaded: dict[str, Any] = field(default_factory=dict)
     maker: Executor | None = None
     slot: PlanSlot | None = None
+    settled: bool = False
 
     @property
     def graph_key(self) -> Hashable:
         """Plans of equal keys can take each other's place: `run` and `advance` captured in a CUDA graph with one of
         them do, replayed, what they would for the other once that is the last one loaded into the slot.
 
-        The key stands for the slot and its generation, the layers' shape, the tile heights there are, whether anything
-        is merged, and the sizes of all grids. Without a slot no other plan has an equal key.
+        The key stands for the slot and its generation, `settled`, the layers' shape, the tile heights there are,
+        whether anything is merged, and the sizes of all grids. Without a slot no other plan has an equal key.
         """
         return self.loaded.get("graph_key", self)
 

@@ -67,11 +67,21 @@ class Appender:
         slots, positions: int64 [T], contiguous, on the device; read anew by every launch. K and V of a row with a
             negative slot go nowhere.
         rotary: None stores k as it is.
+        settled: as `plan_append` was told.
     """
 
-    def __init__(self, slots: Tensor, positions: Tensor, rotary: RotaryTable | None, page_size: int) -> None:
+    def __init__(
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        rotary: RotaryTable | None,
+        page_size: int,
+        *,
+        settled: bool = False,
+    ) -> None:
+        self._settled = settled
         self._slots, self._positions, self._rotary = slots, positions, rotary
-        self._kernels: dict[tuple[HeadLayout, bool, bool, bool, bool], Kernel] = {}
+        self._kernels: dict[tuple[HeadLayout, bool, bool, bool, bool, bool], Kernel] = {}
         self._layouts: dict[tuple[torch.dtype, int, int], HeadLayout | None] = {}
         self._params = _Params(
             slots=slots.data_ptr(),
@@ -122,7 +132,7 @@ class Appender:
         if tokens == 0:
             return out
         normed = q is not None and q_weight is not None
-        key = (layout, k_weight is not None, q is not None, normed, tokens >= MANY_TOKENS)
+        key = (layout, k_weight is not None, q is not None, normed, tokens >= MANY_TOKENS, self._settled)
         found = self._kernels.get(key)
         if found is None:
             macros = {**layout.macros(), **_choices(*key[1:])}
@@ -172,9 +182,9 @@ def _sharing(blocks: int, heads: int) -> int:
     return max(1, min(-(-heads // BATCH), -(-ENOUGH_WARPS // (blocks * WARPS))))
 
 
-def _choices(k_norm: bool, with_q: bool, q_norm: bool, many: bool) -> dict[str, int]:
+def _choices(k_norm: bool, with_q: bool, q_norm: bool, many: bool, settled: bool) -> dict[str, int]:
     norms = {"NORM_K": int(k_norm), "WITH_Q": int(with_q), "NORM_Q": int(q_norm)}
-    return {**norms, "BATCH": BATCH, "STREAMING": int(many), "FINE": FINE}
+    return {**norms, "BATCH": BATCH, "STREAMING": int(many), "FINE": FINE, "SETTLED": int(settled)}
 
 
 def variants() -> tuple[Variant, ...]:
@@ -198,7 +208,7 @@ def variants() -> tuple[Variant, ...]:
             "INTERLEAVED": interleaved,
             "VEC": vec,
             "LANES": lanes,
-            **_choices(norms, q, norms, not q),
+            **_choices(norms, q, norms, not q, q),
         }
         listed.append(Variant("append", "append", tuple(macros.items())))
     return tuple(listed)

@@ -71,7 +71,8 @@ class AttendParams(ctypes.Structure):
         ("rotary_length", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
-        ("padding", ctypes.c_int32 * 15),
+        ("settled", ctypes.c_int32),
+        ("padding", ctypes.c_int32 * 14),
     ]
 
 
@@ -293,6 +294,7 @@ class CudaExecutor(Executor):
                 rotary_length=0 if plan.rotary is None else plan.rotary.length,
                 window=min(shape.window or 0, 2**30),  # no position is larger
                 num_kv_heads=shape.num_kv_heads,
+                settled=int(plan.settled),
                 **{name: slot.address(name) for name in ("entries", "runs", "deltas", "step")},
                 **{name: slot.address(f"{name}{rows}") for name in ("slots", "works", "work_indptr")},
             )
@@ -437,6 +439,7 @@ def _graph_key(plan: FusedPlan, slot: PlanSlot, merge_rows: int, tails: int) -> 
         plan.shape,
         plan.rotary,
         plan.dtype,
+        plan.settled,
         plan.table.page_size,
         arrays.boxes,
         tuple((c.rows_per_tile, _grid(c)) for c in arrays.classes),

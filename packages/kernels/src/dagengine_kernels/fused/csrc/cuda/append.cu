@@ -3,7 +3,7 @@
 // LANES threads take a token and some of its heads, one after another; a warp takes the same heads of several tokens, so
 // that it writes neighbouring rows of a page. The rows of blocks after those of the kv heads norm q, or only make it
 // contiguous. Configured by rotary.cuh, NORM_K, WITH_Q, NORM_Q (0 or 1), BATCH (heads under way), STREAMING (stores pass
-// by L2) and FINE (rows of the fine table).
+// by L2), FINE (rows of the fine table) and SETTLED (0 or 1: slots and positions are older than what this kernel waits for).
 #include "rotary.cuh"
 
 struct Params {
@@ -116,13 +116,15 @@ struct Head {
 __device__ void append_kv(const Params& p, int token, bool active, int share, int lane) {
     Head k[BATCH], v[BATCH];
     const int step = p.kv_rows * BATCH;
-    // The first loads wait for nothing: they come before those of the slot and the angles.
+    auto load = [&](int first) {
 #pragma unroll
-    for (int n = 0; n < BATCH; ++n) {
-        const int head = share * BATCH + n;
-        k[n].load(p.k, token * p.k_token + head * p.k_head, lane, active && head < p.kv_heads);
-        v[n].load(p.v, token * p.v_token + head * p.v_head, lane, active && head < p.kv_heads);
-    }
+        for (int n = 0; n < BATCH; ++n) {
+            const int head = first + n;
+            k[n].load(p.k, token * p.k_token + head * p.k_head, lane, active && head < p.kv_heads);
+            v[n].load(p.v, token * p.v_token + head * p.v_head, lane, active && head < p.kv_heads);
+        }
+    };
+    if constexpr (!SETTLED) load(share * BATCH);   // waits for nothing: before the slot and the angles
     const i64 place = active ? p.slots[token] : -1;
     const bool written = place >= 0;
     const u32 slot = written ? static_cast<u32>(place) : 0;
@@ -143,6 +145,10 @@ __device__ void append_kv(const Params& p, int token, bool active, int share, in
     }
     Norm norm;
     if constexpr (NORM_K) norm.load(p.k_weight, lane);
+    if constexpr (SETTLED) {
+        wait_for_previous_kernel();
+        load(share * BATCH);
+    }
     const u32 page = slot / p.page_size, row = slot - page * p.page_size;
     const i64 head_elements = static_cast<i64>(p.page_size) * HEAD_DIM;
     const i64 to_k = static_cast<i64>(page) * 2 * p.kv_heads * head_elements + static_cast<i64>(row) * HEAD_DIM;
@@ -166,18 +172,14 @@ __device__ void append_kv(const Params& p, int token, bool active, int share, in
             v[n].store(p.pages, to_v + head * head_elements, lane, here);
         }
         if (h + step >= p.kv_heads) break;
-#pragma unroll
-        for (int n = 0; n < BATCH; ++n) {
-            const int head = h + step + n;
-            k[n].load(p.k, token * p.k_token + head * p.k_head, lane, active && head < p.kv_heads);
-            v[n].load(p.v, token * p.v_token + head * p.v_head, lane, active && head < p.kv_heads);
-        }
+        load(h + step);
     }
 }
 
 __device__ void pass_q(const Params& p, int token, bool active, int share, int lane) {
     Norm norm;
     if constexpr (NORM_Q) norm.load(p.q_weight, lane);
+    if constexpr (SETTLED) wait_for_previous_kernel();
     for (int h = share * BATCH; h < p.q_heads; h += p.q_rows * BATCH) {
         Head q[BATCH];
 #pragma unroll
@@ -198,7 +200,7 @@ __device__ void pass_q(const Params& p, int token, bool active, int share, int l
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) append(const __grid_constant__ Params p) {
     let_next_kernel_start();
-    wait_for_previous_kernel();
+    if constexpr (!SETTLED) wait_for_previous_kernel();
     const int lane = threadIdx.x % LANES;
     const int token = blockIdx.x * (WARPS * TOKENS_AT_ONCE) + threadIdx.x / LANES;
     const bool active = token < p.tokens;

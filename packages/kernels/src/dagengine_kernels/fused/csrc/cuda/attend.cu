@@ -4,6 +4,9 @@
 // rings (K and V); each consumer warpgroup keeps 64 rows of the query tile (turned q in registers, m, l, O) and walks the
 // same tiles. q is turned at p - delta whenever a tile belongs to another run than the one before it.
 //
+// A kernel launched to overlap the one before it waits for that one's end before it reads anything or, where the plan is
+// settled, before it reads q and the tiles that may hold rows of this step: those that reach a position of the query tile.
+//
 //     producer   | tile 0 | tile 1 | tile 2 | ...                     full[s]: bytes arrived, header[s] written
 //     consumer     S0 = q K0 | softmax 0, S1 = q K1, O += P0 V0 | ...   empty[s]: every consumer warp has read it
 //
@@ -57,6 +60,7 @@ struct Params {
     int rotary_length;
     int window;
     int num_kv_heads;
+    int settled;               // what is read was complete before, but for q and the rows at the positions of the queries
 };
 
 struct alignas(16) Header { int flags, pos_max, pos_min, run, next_run, padding[3]; };   // of a KV tile; stored positions
@@ -100,9 +104,27 @@ __device__ __forceinline__ Shared stream(char* memory, int i) {
     return Shared{smem_address(mine), (Header*)(mine + SMEM_META), boxes, boxes + STAGES * BOXES};
 }
 
+__device__ __forceinline__ void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Whether a producer has waited for the kernel before this one, and until then the first position of the query tile.
+struct Start {
+    bool waited;
+    int oldest = 0;
+
+    __device__ __forceinline__ void look_at(const Params& p, int tile, int lane) {
+        const int step = *p.step;
+        oldest = 2147483647;
+        for (int slot = lane; slot < SLOTS; slot += 32) {
+            const int2 row = p.slots[tile * SLOTS + slot];
+            if (row.x >= 0) oldest = min(oldest, row.y + step);
+        }
+        oldest = __reduce_min_sync(~0u, oldest);
+    }
+};
+
 // Bring one KV tile, by a whole warp: lane b < BOXES has its entry b; next_run is that of the tile behind it in the work.
 __device__ __forceinline__ void send(
-    const Params& p, const Shared& sh, Ring& ring, int head, const int4& entry, int next_run, int flags, int lane) {
+    const Params& p, const Shared& sh, Ring& ring, Start& start, int head, const int4& entry, int next_run, int flags, int lane) {
     const int s = ring.stage, lo = entry.y & 0xFFFF, hi = (u32)entry.y >> 16;
     const bool mine = lane < BOXES, present = mine && hi > lo;
     const int bytes = __popc(__ballot_sync(~0u, present)) * BOX_BYTES;
@@ -110,6 +132,10 @@ __device__ __forceinline__ void send(
     const int pos_max = __reduce_max_sync(~0u, present ? entry.z + hi - 1 : INVISIBLE);
     if (__any_sync(~0u, mine && hi - lo != PAGE)) flags |= PARTIAL;
     if (next_run != entry.w) flags |= CHANGES;
+    if (!start.waited && pos_max >= start.oldest) {
+        await_previous();
+        start.waited = true;
+    }
     barrier_wait(sh.k_empty(s), ring.parity ^ 1);
     if (mine) sh.k_boxes[s * BOXES + lane] = Box{entry.y, entry.z};
     __syncwarp();
@@ -140,9 +166,12 @@ __device__ __forceinline__ void send(
 __device__ __forceinline__ void produce(const Params& p, const Shared& sh, int worker, int lane) {
     constexpr int WIDTH = 32 / BOXES;
     Ring ring;
+    Start start{!p.settled};
+    if (start.waited) await_previous();
     const int end_work = p.work_indptr[worker + 1];
     for (int w = p.work_indptr[worker]; w < end_work; ++w) {
         const Work work = p.works[w];
+        if (!start.waited) start.look_at(p, work.tile, lane);
         const int head = work.head, begin = work.begin, end = work.end;
         int4 pending = make_int4(-1, 0, 0, work.run);
         bool have = false;
@@ -154,7 +183,7 @@ __device__ __forceinline__ void produce(const Params& p, const Shared& sh, int w
             for (int t = 0; t < tiles; ++t) {
                 if (!(filled >> (t * BOXES) & ((1u << BOXES) - 1))) continue;
                 const int from = t * BOXES + lane % BOXES;
-                if (have) send(p, sh, ring, head, pending, __shfl_sync(~0u, loaded.w, t * BOXES), 0, lane);
+                if (have) send(p, sh, ring, start, head, pending, __shfl_sync(~0u, loaded.w, t * BOXES), 0, lane);
                 have = true;
                 pending.x = __shfl_sync(~0u, loaded.x, from);
                 pending.y = __shfl_sync(~0u, loaded.y, from);
@@ -162,7 +191,7 @@ __device__ __forceinline__ void produce(const Params& p, const Shared& sh, int w
                 pending.w = __shfl_sync(~0u, loaded.w, from);
             }
         }
-        send(p, sh, ring, head, pending, pending.w, LAST, lane);
+        send(p, sh, ring, start, head, pending, pending.w, LAST, lane);
     }
 }
 
@@ -389,6 +418,7 @@ __device__ __forceinline__ void enter(
 __device__ __forceinline__ void consume(
     const Params& p, const Shared& sh, int worker, int first_slab, int thread, int group) {
     const int lane = thread & 31, t = lane & 3, g = lane >> 2, slab = first_slab + (thread >> 5);
+    if (!p.settled) await_previous();
     const int step = *p.step;
     const Unrotated unrotated{sh.base + SMEM_Q + first_slab * 16 * D * 2 + thread * 16};
 #if SOFTCAP
@@ -397,11 +427,18 @@ __device__ __forceinline__ void consume(
     const float unit = p.score_scale;
 #endif
     Ring ring;
-    const int end_work = p.work_indptr[worker + 1];
-    for (int w = p.work_indptr[worker]; w < end_work; ++w) {
+    const int first_work = p.work_indptr[worker], end_work = p.work_indptr[worker + 1];
+    for (int w = first_work; w < end_work; ++w) {
         const Work work = p.works[w];
         Row r0 = make_row(p, work.tile, slab, g, 0, step), r1 = r0;
         if (PAIRED) ++r1.head; else r1 = make_row(p, work.tile, slab, g, 1, step);
+        int ahead0 = reach_of(p, r0, make_int2(work.delta, work.vec));
+        int ahead1 = PAIRED ? ahead0 : reach_of(p, r1, make_int2(work.delta, work.vec));
+        if (p.settled && w == first_work) {
+            prefetch_turn(p, ahead0, t);
+            if (!PAIRED) prefetch_turn(p, ahead1, t);
+            await_previous();
+        }
         unrotated.load(p, r0, 0, work.head, t);
         unrotated.load(p, r1, 1, work.head, t);
         u32 a[STEPS_D][4];
@@ -414,8 +451,6 @@ __device__ __forceinline__ void consume(
             for (int i = 0; i < 4; ++i) a[j][i] = 0;
 #pragma unroll
         for (int i = 0; i < O_REGS; ++i) o[i] = 0.f;
-        int ahead0 = reach_of(p, r0, make_int2(work.delta, work.vec));
-        int ahead1 = PAIRED ? ahead0 : reach_of(p, r1, make_int2(work.delta, work.vec));
         Sight sight;
         r0.reach = ahead0;
         r1.reach = ahead1;
@@ -539,7 +574,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend(const __grid_constan
         asm volatile("prefetch.tensormap [%0];" ::"l"(&p.kv) : "memory");
     }
     __syncthreads();
-    asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     if (group == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
