@@ -34,6 +34,7 @@ SOURCES = (
     "gemv",
     "skinny",
     "tiled",
+    "streamed",
     "norm",
     "gate",
 )
