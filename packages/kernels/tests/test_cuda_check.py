@@ -38,7 +38,20 @@ def nvcc():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "source",
-    ["append", "merge", "transform", "advance", "attend", "draw", "gemv", "skinny", "tiled", "norm", "gate"],
+    [
+        "append",
+        "merge",
+        "transform",
+        "advance",
+        "attend",
+        "draw",
+        "gemv",
+        "skinny",
+        "tiled",
+        "streamed",
+        "norm",
+        "gate",
+    ],
 )
 def test_kernels_compile_without_spills(gate, nvcc, source):
     built = gate.check(gate.listed([source]), nvcc)

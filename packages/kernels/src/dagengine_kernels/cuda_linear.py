@@ -228,12 +228,14 @@ def _apart(a: Tensor, b: Tensor) -> bool:
 
 
 def _padded(tensor: Tensor, multiple: int) -> Tensor:
-    """`tensor` with zeros to a multiple of `multiple` on its last axis, and rows at multiples of 16 bytes."""
+    """`tensor` with zeros to a multiple of `multiple` on its last axis, and rows at multiples of 16 bytes, apart."""
     short = -tensor.shape[-1] % multiple
     if short:
         return F.pad(tensor, (0, short))
     size = tensor.element_size()
     aligned = all(stride * size % 16 == 0 for stride in tensor.stride()[:-1]) and tensor.data_ptr() % 16 == 0
+    if tensor.ndim == 2 and tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[1]:
+        aligned = False
     return (
         tensor if tensor.stride(-1) == 1 and aligned else tensor.clone(memory_format=torch.contiguous_format)
     )
