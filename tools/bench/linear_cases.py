@@ -140,7 +140,7 @@ def layouts(layer: Layer, rows: int, sms: int) -> list[gemv.Layout]:
 
 
 def streamed_layouts(layer: Layer, rows: int, sms: int) -> list[streamed.Layout]:
-    """The layouts of streamed.cu that fill the SMs; of the chosen one and the largest tiles also longer stages and rings."""
+    """The layouts of streamed.cu that fill the SMs; of the chosen one and the largest tiles also other rings."""
     given = (rows, layer.inputs, layer.out, layer.gated, sms)
     chosen = streamed.layout(*given)
     if chosen is None:

@@ -31,8 +31,8 @@ MEMORY_BYTES = 17 << 30
 OURS, FEW, STREAMED, CUBLAS, INVARIANT, TORCH = (
     "CudaLinear",
     "CudaLinear, few_rows=8",
-    "CudaLinear, few_rows=0",
-    "CudaLinear, few_rows=0, streamed_rows=0",
+    "CudaLinear, streamed_rows=64",
+    "CudaLinear, streamed_rows=0",
     "CudaLinear, batch_invariant",
     "torch.mm",
 )

@@ -65,29 +65,25 @@ def test_the_layers_of_models(out: int, inputs: int, gated: bool) -> None:
         hold(layer, tensors, x, residual, torch.bfloat16)
 
 
+@pytest.mark.parametrize("tile", streamed.TILES)
 @pytest.mark.parametrize("gated", [False, True])
-def test_every_layout_gives_the_result_and_writes_nothing_else(gated: bool) -> None:
+def test_every_layout_gives_the_result_and_writes_nothing_else(gated: bool, tile: int) -> None:
     out, inputs = 1000, 1984
     tensors, layer = streams(out, inputs, torch.bfloat16, gated=gated, extras=True)
     held = layer._layer
-    tried = 0
     for rows in (4, 64):
         x, residual = (random(s, rows, n, dtype=torch.bfloat16) for s, n in ((rows, inputs), (5, out)))
         normed = rms_norm(x, held.norm, EPS)
         want = definition(x, residual=residual, **tensors)
         most = 1.25 * distance(definition(x, residual=residual, **tensors, dtype=x.dtype), want)
-        for tile, halves, split, resident in product(streamed.TILES, (1, 2), streamed.SPLITS, (1, 2)):
-            given = {"tile": tile, "halves": halves, "split": split, "resident": resident}
+        for halves, split in product((1, 2), streamed.SPLITS):
+            given = {"tile": tile, "halves": halves, "split": split, "resident": 3 - halves}
             chosen = streamed.layout(rows, inputs, out, gated, 132, **given)
-            if chosen is None:
-                assert tile * halves == 512
-                continue
+            assert chosen is not None
             around = torch.full((rows + 2, out), torch.nan, dtype=torch.bfloat16, device="cuda")
             streamed.multiply(held, chosen, normed, residual, around[1:-1])
             assert around[[0, -1]].isnan().all()
             assert distance(around[1:-1], want) <= most, given
-            tried += 1
-    assert tried >= 80
 
 
 def test_a_row_has_the_same_bits_among_as_many_columns() -> None:

@@ -103,8 +103,7 @@ __device__ __forceinline__ void consume(Ring ring, float* sums, int count, int g
         for (int i = 0; i < COLUMNS / 2; ++i) d[m][i] = 0.0f;
 #pragma unroll
     for (int m = 0; m < MT; ++m) hold(d[m]);
-    Ring behind = ring;
-    for (int unit = 0; unit < count; ++unit) {
+    for (int unit = 0; unit < count; ++unit, ring.advance()) {
         barrier_wait(ring.full(), ring.parity);
         mma_fence();
 #pragma unroll
@@ -117,14 +116,9 @@ __device__ __forceinline__ void consume(Ring ring, float* sums, int count, int g
                     mma(d[m], descriptor(a + m * (64 * STEP_BYTES >> 4) + 2 * k), descriptor(b + 2 * k));
         }
         mma_commit();
-        mma_wait<1>();
-        if (unit > 0) {   // the products of the unit before are done
-            if (lane == 0) barrier_arrive(behind.empty());
-            behind.advance();
-        }
-        ring.advance();
+        mma_wait<0>();   // products take less time than copies: a stage filled again early counts for more than their overlap
+        if (lane == 0) barrier_arrive(ring.empty());
     }
-    mma_wait<0>();
 #pragma unroll
     for (int m = 0; m < MT; ++m) hold(d[m]);
     consumers_meet();   // no product reads the ring any more
