@@ -35,6 +35,7 @@ SOURCES = (
     "gemv",
     "skinny",
     "tiled",
+    "streamed",
     "norm",
     "gate",
 )

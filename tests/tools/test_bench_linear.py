@@ -13,7 +13,7 @@ from bench import linear_cases as cases
 from bench import linear_gpu, linear_report
 from bench.kernels_ceilings import Ceilings
 from bench.kernels_record import TIME, Circumstances
-from dagengine_kernels.fused.cuda import driver, gemv
+from dagengine_kernels.fused.cuda import driver, gemv, streamed
 
 SMS = 132
 
@@ -33,7 +33,7 @@ def test_bytes_and_operations_are_those_of_the_product() -> None:
 
 def test_what_will_be_launched_is_compiled_beforehand() -> None:
     wanted = set(cases.kernels(cases.LLAMA, cases.ROWS, SMS))
-    assert {source for source, _ in wanted} == {"gemv", "skinny", "tiled", "norm", "gate"}
+    assert {source for source, _ in wanted} == {"gemv", "skinny", "streamed", "tiled", "norm", "gate"}
     for name, macros in wanted:
         text = driver.read_source(name)
         assert all(macro in text for macro, _ in macros)
@@ -51,6 +51,33 @@ def test_a_sweep_has_every_layout_once() -> None:
         assert {one.split for one in found} == {1, 2}
         assert gemv.layout(1, layer.inputs, layer.out, layer.gated, SMS) in found
     assert cases.layouts(cases.LLAMA[0], 9, SMS) == []
+
+
+def test_a_sweep_of_streamed_layouts_has_each_once_and_fills_the_processors() -> None:
+    for layer in (*cases.LLAMA, *cases.QWEN):
+        for rows in (8, 64):
+            found = cases.streamed_layouts(layer, rows, SMS)
+            assert len(found) == len(set(found)) >= 4
+            assert found[0] == streamed.layout(rows, layer.inputs, layer.out, layer.gated, SMS)
+            assert {one.resident for one in found} == {1, 2}
+            assert {one.halves for one in found} == {1, 2}
+            for one in found[1:]:
+                assert one.blocks >= 0.7 * SMS
+                assert one.blocks <= 2 * SMS or one.split == 1 or one.tile == found[0].tile
+    assert cases.streamed_layouts(cases.LLAMA[0], 65, SMS) == []
+    assert cases.swept_rows([3, 4, 8, 16, 30, 64, 1024]) == {8, 16, 30, 64}
+
+
+def test_the_fastest_is_named_by_number_of_rows() -> None:
+    run = linear_gpu.Run(torch.empty(0), 3, SMS, 0.0, Ceilings(4e12, 4e12, 8e14, {}))
+    layer = cases.LLAMA[0]
+    for rows, *times in ((4, 5.0, 6.0, 7.0), (64, None, 6.0, 7.0), (16, None, 7.0, 6.0)):
+        kinds = (linear_gpu.FEW, linear_gpu.STREAMED, linear_gpu.CUBLAS)
+        for name, us in zip(kinds, times, strict=True):
+            if us is not None:
+                linear_gpu.record(run, layer.case(rows), name, [us], 1, 1)
+    told = linear_gpu.fastest(run, [layer], [64, 16, 4, 1])
+    assert told.endswith("qkv 4 gemv, 16 cuBLAS, 64 streamed.")
 
 
 def test_how_far_few_rows_win_ends_where_they_first_lose() -> None:
@@ -82,18 +109,30 @@ def test_the_page_and_the_lines_say_what_was_measured(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(linear_gpu, "measure", fake_measure)
     monkeypatch.setattr("bench.kernels_machine.hardware", lambda device: ("a card", {"driver": "1"}))
-    arguments = ["--quick", "--layers", "qkv,down", "--out", str(tmp_path), "--commit", "abc"]
+    arguments = [
+        "--quick",
+        "--layers",
+        "qkv,down",
+        "--sweep",
+        "streamed",
+        "--out",
+        str(tmp_path),
+        "--commit",
+        "abc",
+    ]
     options = bench_main.parser().parse_args(arguments)
     assert bench_main.work(options, arguments) == 0
     lines = [json.loads(line) for line in (tmp_path / "linear.jsonl").read_text().splitlines()]
     times = [line for line in lines if line["metric"] == TIME]
     assert len(times) == 2 * len(cases.QUICK_ROWS)
     assert {line["bench"] for line in lines} == {"linear"}
-    assert {line["command"] for line in lines} == {"tools/bench/linear --quick --layers qkv,down"}
+    assert {line["command"] for line in lines} == {
+        "tools/bench/linear --quick --layers qkv,down --sweep streamed"
+    }
     assert {line["commit"] for line in lines} == {"abc"}
     page = (tmp_path / "linear.md").read_text()
     assert page == capsys.readouterr().out.rstrip("\n") + "\n"
-    assert "- quick True, sweep False" in page
+    assert "- quick True, sweep ['streamed']" in page
     case = cases.LLAMA[0].case(1)
     assert f"| {case} | CudaLinear | {times[0]['value']:.4g} | 50% | 50% |" in page
 
@@ -112,7 +151,8 @@ def test_a_wrong_result_is_told_and_fails(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--rows", "0"], ["--rows", "x"], ["--models", "none"], ["--layers", "q"]]
+    "arguments",
+    [["--rows", "0"], ["--rows", "x"], ["--sweep", "skinny"], ["--models", "none"], ["--layers", "q"]],
 )
 def test_arguments_that_leave_nothing_are_refused(arguments: list[str], tmp_path: Path) -> None:
     options = bench_main.parser().parse_args([*arguments, "--out", str(tmp_path)])

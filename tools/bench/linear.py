@@ -17,6 +17,7 @@ sys.path[:0] = [str(ROOT / "tools")]
 from bench import kernels_setup as setup  # noqa: E402
 
 FOLDER = ROOT / "docs" / "benchmarks"
+SWEPT = ("gemv", "streamed")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,7 +30,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--layers", default="", help="qkv, out, gate_up, down, head, separated by commas (all)")
     p.add_argument("--rows", default="", help="numbers of rows, separated by commas (1 to 1024)")
     p.add_argument("--quick", action="store_true", help="Llama only, fewer rows and fewer repeats")
-    p.add_argument("--sweep", action="store_true", help="also time the layouts of gemv.cu")
+    p.add_argument(
+        "--sweep",
+        nargs="?",
+        const=",".join(SWEPT),
+        default="",
+        help="also time the layouts of gemv.cu and streamed.cu, or of one: gemv, streamed",
+    )
     p.add_argument("--budget", type=float, default=50, help="seconds after which no further case is timed")
     p.add_argument("--commit", help="recorded where git is not at hand")
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -76,10 +83,14 @@ def work(options: argparse.Namespace, given: Sequence[str]) -> int:
     if not layers or not rows or min(rows) < 1:
         print("--models, --layers or --rows leave nothing to measure", file=sys.stderr)
         return 2
+    sweep = _listed(options.sweep)
+    if not set(sweep) <= set(SWEPT):
+        print(f"--sweep takes {' and '.join(SWEPT)}, not {options.sweep}", file=sys.stderr)
+        return 2
     if not torch.cuda.is_available():
         print("needs an NVIDIA GPU", file=sys.stderr)
         return 2
-    run = linear_gpu.measure(layers, rows, quick=options.quick, sweep=options.sweep, seconds=options.budget)
+    run = linear_gpu.measure(layers, rows, quick=options.quick, sweep=sweep, seconds=options.budget)
     hardware, extra = machine.hardware("cuda")
     where = record.Circumstances(
         record.shortened(hardware),

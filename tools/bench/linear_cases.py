@@ -9,7 +9,7 @@ from multiprocessing import get_context
 
 import torch
 
-from dagengine_kernels.fused.cuda import driver, gate, gemv, norm, skinny, tiled
+from dagengine_kernels.fused.cuda import driver, gate, gemv, norm, skinny, streamed, tiled
 from dagengine_kernels.fused.cuda.vectors import DTYPES
 
 ROWS = (1, 2, 4, 8, 16, 64, 1024)
@@ -18,6 +18,9 @@ INVARIANT_ROWS = (1, 8, 64, 1024)
 
 LAYOUTS = {True: ((8, 3), (16, 2), (8, 2)), False: ((8, 2), (16, 2))}
 """Depths and blocks per SM that a sweep tries with at most 2 rows, and with more."""
+
+STREAMED_BLOCKS = (0.7, 2.0)
+"""Blocks per SM of the streamed layouts that a sweep tries; more only where no blocks share a tile."""
 
 QUICK_ROWS = (1, 8, 16, 64, 1024)
 L2_TIMES_BYTES = 400 << 20
@@ -105,6 +108,9 @@ def kernels(layers: Iterable[Layer], rows: Iterable[int], sms: int) -> Iterator[
             few = gemv.layout(count, layer.inputs, layer.out, layer.gated, sms)
             if few is not None:
                 yield "gemv", tuple(gemv.macros(base, few, layer.inputs, layer.normed).items())
+            many = streamed.layout(count, layer.inputs, layer.out, layer.gated, sms)
+            if many is not None:
+                yield "streamed", tuple((base | many.macros()).items())
             if count in INVARIANT_ROWS:
                 yield _invariant(layer, base, count, sms)
         lanes, per = norm.shape(layer.inputs)
@@ -131,6 +137,38 @@ def layouts(layer: Layer, rows: int, sms: int) -> list[gemv.Layout]:
             if one is not None and one.blocks >= 1.9 * sms:
                 found.append(one)
     return list(dict.fromkeys(one for one in found if one is not None))
+
+
+def streamed_layouts(layer: Layer, rows: int, sms: int) -> list[streamed.Layout]:
+    """The layouts of streamed.cu that fill the SMs; of the chosen one and the largest tiles also other rings."""
+    given = (rows, layer.inputs, layer.out, layer.gated, sms)
+    chosen = streamed.layout(*given)
+    if chosen is None:
+        return []
+    found: list[streamed.Layout | None] = [chosen]
+    least, most = (part * sms for part in STREAMED_BLOCKS)
+    for tile in streamed.TILES:
+        for split in streamed.SPLITS:
+            one = streamed.layout(*given, tile=tile, split=split)
+            if one is None or one.blocks < least or (one.blocks > most and split > 1):
+                continue
+            found.append(one)
+            if tile == streamed.TILES[-1] or (tile, split) == (chosen.tile, chosen.split):
+                for halves, resident in ((2, 2), (1, 1), (2, 1)):
+                    found.append(
+                        streamed.layout(*given, tile=tile, split=split, halves=halves, resident=resident)
+                    )
+    return list(dict.fromkeys(one for one in found if one is not None))
+
+
+def swept_rows(rows: Iterable[int]) -> set[int]:
+    """Of the numbers of rows that one streamed kernel is for, the largest."""
+    by_columns = {n: count for count in sorted(rows) for n in (_columns(count),) if n is not None}
+    return set(by_columns.values())
+
+
+def _columns(rows: int) -> int | None:
+    return next((n for n in streamed.COLUMNS if n >= rows), None)
 
 
 def compile_all(wanted: Iterable[Kernel], arch: str, workers: int) -> int:

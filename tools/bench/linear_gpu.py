@@ -21,16 +21,18 @@ from bench import linear_cases as cases
 from bench.kernels_record import TIME, Figure, Table
 from bench.linear_cases import Layer
 from dagengine_kernels.cuda_linear import CudaLinear
-from dagengine_kernels.fused.cuda import driver, gemv
+from dagengine_kernels.fused.cuda import driver, gemv, products, streamed
+from dagengine_kernels.fused.cuda import norm as rms
 from dagengine_kernels.norm import rms_norm, silu_mul
 
 EPS = 1e-5
 SCALE = 1 / 64
 MEMORY_BYTES = 17 << 30
-OURS, FEW, CUBLAS, INVARIANT, TORCH = (
+OURS, FEW, STREAMED, CUBLAS, INVARIANT, TORCH = (
     "CudaLinear",
     "CudaLinear, few_rows=8",
-    "CudaLinear, few_rows=0",
+    "CudaLinear, streamed_rows=64",
+    "CudaLinear, streamed_rows=0",
     "CudaLinear, batch_invariant",
     "torch.mm",
 )
@@ -74,16 +76,21 @@ class Run:
         ]
 
 
-def measure(layers: Sequence[Layer], rows: Sequence[int], *, quick: bool, sweep: bool, seconds: float) -> Run:
-    """Compile, check, time. Timing stops when `seconds` have passed; the checks do not."""
+def measure(
+    layers: Sequence[Layer], rows: Sequence[int], *, quick: bool, sweep: Sequence[str], seconds: float
+) -> Run:
+    """Compile, check, time. Timing stops when `seconds` have passed; the checks do not.
+
+    Args:
+        sweep: of gemv and streamed, those of which the layouts are timed.
+    """
     started = time.monotonic()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # as in the engine
     device = torch.cuda.current_device()
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     arch = driver.architecture(torch.cuda.get_device_capability(device))
     wanted = [*cases.kernels(layers, rows, sms), *cases.kernels(cases.LLAMA, CHAIN_ROWS, sms)]
-    if sweep:
-        wanted += _sweep_kernels(layers, rows, sms)
+    wanted += _sweep_kernels(layers, rows, sms, sweep)
     count = cases.compile_all(wanted, arch, min(12, os.cpu_count() or 1))
     compiled = time.monotonic()
     memory = torch.empty(MEMORY_BYTES // 2, dtype=torch.bfloat16, device="cuda")
@@ -108,13 +115,15 @@ def measure(layers: Sequence[Layer], rows: Sequence[int], *, quick: bool, sweep:
     for layer in layers:
         for number in rows:
             if run.has_time(layer.case(number)):
-                times(run, layer, number)
-    if sweep:
-        for layer in layers:
-            for number in rows:
-                if number <= gemv.MAX_ROWS and run.has_time(f"the layouts of {layer.case(number)}"):
-                    layouts(run, layer, number)
+                times(run, layer, number, read=number == rows[0])
+    at = {"gemv": {n for n in rows if n <= gemv.MAX_ROWS}, "streamed": cases.swept_rows(rows)}
+    for layer in layers:
+        for number in rows:
+            swept = [one for one in sweep if number in at[one]]
+            if swept and run.has_time(f"the layouts of {layer.case(number)}"):
+                layouts(run, layer, number, swept)
     run.notes.append(few_rows_won(run, layers, rows))
+    run.notes.append(fastest(run, layers, rows))
     ended = time.monotonic()
     run.notes.append(
         f"{count} kernels made ready in {compiled - started:.0f} s, checks {checked - compiled:.0f} s, "
@@ -201,7 +210,9 @@ def contenders(
     if rows <= gemv.MAX_ROWS:
         if gemv.layout(rows, layer.inputs, layer.out, layer.gated, sms) is not None:
             yield FEW, make(few_rows=gemv.MAX_ROWS)
-        yield CUBLAS, make(few_rows=0)
+    if rows <= streamed.MAX_ROWS:
+        yield STREAMED, make(few_rows=0, streamed_rows=streamed.MAX_ROWS)
+        yield CUBLAS, make(few_rows=0, streamed_rows=0)
     if rows in cases.INVARIANT_ROWS:
         yield INVARIANT, make(batch_invariant=True)
 
@@ -222,8 +233,12 @@ def record(run: Run, case: str, name: str, samples: list[float], num_bytes: int,
     run.add(Figure.count(case, name, FLOOR, run.ceilings.floor_us(num_bytes, operations) / us, "x"))
 
 
-def times(run: Run, layer: Layer, rows: int) -> None:
-    """One layer: calls go round weights that together exceed L2 several times."""
+def times(run: Run, layer: Layer, rows: int, *, read: bool) -> None:
+    """One layer: calls go round weights that together exceed L2 several times.
+
+    Args:
+        read: also a kernel that only reads the weight.
+    """
     given = Tensors.of(layer, rows)
     weights = run.weights(layer, layer.copies)
     calls: dict[str, list[Callable[[], object]]] = {}
@@ -231,7 +246,7 @@ def times(run: Run, layer: Layer, rows: int) -> None:
         for name, built in contenders(layer, given, weight, rows, run.sms):
             call = partial(built, given.x, given.residual, dtype=layer.out_dtype)
             calls.setdefault(name, []).append(call)
-    if rows == 1:
+    if read:
         calls[READ_KERNEL] = [partial(_read, weight) for weight in weights]
     wide = {"out_dtype": torch.float32} if layer.wide else {}
     calls[TORCH] = [partial(torch.mm, given.x, weight.t(), **wide) for weight in weights]
@@ -252,6 +267,21 @@ def few_rows_won(run: Run, layers: Iterable[Layer], rows: Iterable[int]) -> str:
             won = number
         told.append(f"{layer.model} {layer.name} {won}")
     return f"Of the measured numbers of rows gemv.cu wins up to: {', '.join(told)}."
+
+
+def fastest(run: Run, layers: Iterable[Layer], rows: Iterable[int]) -> str:
+    """What was the fastest at each number of rows: gemv.cu, streamed.cu or cuBLAS."""
+    table, told = Table(tuple(run.figures)), []
+    kinds = {FEW: "gemv", STREAMED: "streamed", CUBLAS: "cuBLAS"}
+    for layer in layers:
+        won = []
+        for number in sorted(rows):
+            found = {kind: table.find(layer.case(number), TIME, name) for name, kind in kinds.items()}
+            measured = {kind: figure.value for kind, figure in found.items() if figure is not None}
+            if measured:
+                won.append(f"{number} {min(measured, key=measured.__getitem__)}")
+        told.append(f"{layer.model} {layer.name} {', '.join(won)}")
+    return f"The fastest by number of rows: {'; '.join(told)}."
 
 
 def _read(weight: Tensor) -> None:
@@ -277,8 +307,8 @@ def chains(run: Run, rows: Iterable[int], quick: bool) -> None:
     last = run.weights(head, 1, first)[0]
     norms = [1 + random(i, qkv.inputs) / 4 for i in range(3)]
 
-    def ours(few_rows: int | None) -> Callable[[Tensor], Tensor]:
-        make = partial(CudaLinear, eps=EPS, few_rows=few_rows)
+    def ours(few_rows: int | None, streamed_rows: int | None) -> Callable[[Tensor], Tensor]:
+        make = partial(CudaLinear, eps=EPS, few_rows=few_rows, streamed_rows=streamed_rows)
         built = [
             [
                 make(w, norm=norms[0] if s.normed else None, gated=s.gated, over_residual=s.residual)
@@ -297,7 +327,12 @@ def chains(run: Run, rows: Iterable[int], quick: bool) -> None:
 
         return forward
 
-    variants = {OURS: ours(None), CUBLAS: ours(0), FEW: ours(gemv.MAX_ROWS)}
+    variants = {
+        OURS: ours(None, None),
+        STREAMED: ours(0, streamed.MAX_ROWS),
+        CUBLAS: ours(0, 0),
+        FEW: ours(gemv.MAX_ROWS, None),
+    }
 
     def plain(x: Tensor) -> Tensor:
         for (_, a), (_, b), (_, c), (_, d) in parts:
@@ -315,7 +350,7 @@ def chains(run: Run, rows: Iterable[int], quick: bool) -> None:
             continue
         x = random(number, number, qkv.inputs)
         raced = {
-            name: forward for name, forward in variants.items() if name == OURS or number <= gemv.MAX_ROWS
+            name: forward for name, forward in variants.items() if name != FEW or number <= gemv.MAX_ROWS
         }
         want = plain(x)
         off = {name: distance(forward(x), want.double()) for name, forward in raced.items()}
@@ -361,15 +396,22 @@ def _against_copy(run: Run, case: str, calls: dict[str, list[Callable[[], object
         run.add(Figure.count(case, name, "of the copy bandwidth", share, "x"))
 
 
-def _sweep_kernels(layers: Sequence[Layer], rows: Sequence[int], sms: int) -> Iterator[cases.Kernel]:
+def _sweep_kernels(
+    layers: Sequence[Layer], rows: Sequence[int], sms: int, sweep: Sequence[str]
+) -> Iterator[cases.Kernel]:
     for layer in layers:
         base = {"DTYPE": 2, "OUT_TYPE": 0 if layer.wide else 2, "GATED": int(layer.gated)}
-        for number in rows:
-            for one in cases.layouts(layer, number, sms):
-                yield "gemv", tuple(gemv.macros(base, one, layer.inputs, layer.normed).items())
+        if "gemv" in sweep:
+            for number in rows:
+                for few in cases.layouts(layer, number, sms):
+                    yield "gemv", tuple(gemv.macros(base, few, layer.inputs, layer.normed).items())
+        if "streamed" in sweep:
+            for number in cases.swept_rows(rows):
+                for many in cases.streamed_layouts(layer, number, sms):
+                    yield "streamed", tuple((base | many.macros()).items())
 
 
-def layouts(run: Run, layer: Layer, rows: int) -> None:
+def layouts(run: Run, layer: Layer, rows: int, sweep: Sequence[str]) -> None:
     """One layer by every layout that fits, and without an overlap of launches."""
     given = Tensors.of(layer, rows)
     built = [
@@ -378,14 +420,22 @@ def layouts(run: Run, layer: Layer, rows: int) -> None:
     ]
     calls: dict[str, list[Callable[[], object]]] = {}
     y = torch.empty(rows, layer.out, dtype=layer.out_dtype, device="cuda")
-    default = gemv.layout(rows, layer.inputs, layer.out, layer.gated, run.sms)
-    for one in cases.layouts(layer, rows, run.sms):
-        name = f"{one.depth} under way, {one.resident} blocks, {one.rounds} tiles, {one.split} warps share"
-        name += ", chosen" if one == default else ""
-        for pdl in (True, False) if one == default else (True,):
+    shape = (rows, layer.inputs, layer.out, layer.gated, run.sms)
+    few_chosen, chosen = gemv.layout(*shape), streamed.layout(*shape)
+    for few in cases.layouts(layer, rows, run.sms) if "gemv" in sweep else ():
+        name = f"{few.depth} under way, {few.resident} blocks, {few.rounds} tiles, {few.split} warps share"
+        name += ", chosen" if few == few_chosen else ""
+        for pdl in (True, False) if few == few_chosen else (True,):
             calls[name + ("" if pdl else ", no overlap")] = [
-                partial(gemv.multiply, w, one, given.x, given.residual, y, norm=layer.normed, pdl=pdl)
+                partial(gemv.multiply, w, few, given.x, given.residual, y, norm=layer.normed, pdl=pdl)
                 for w in built
+            ]
+    for many in cases.streamed_layouts(layer, rows, run.sms) if "streamed" in sweep else ():
+        name = f"streamed, tiles of {many.tile}, {many.split} share, {many.stages} stages of {many.halves}, "
+        name += f"{many.resident} per SM, {many.blocks} blocks" + (", chosen" if many == chosen else "")
+        for pdl in (True, False) if many == chosen else (True,):
+            calls[name + ("" if pdl else ", no overlap")] = [
+                partial(_stream, w, many, given.x, given.residual, y, pdl=pdl) for w in built
             ]
     for name, samples in race(run, calls).items():
         record(
@@ -396,3 +446,18 @@ def layouts(run: Run, layer: Layer, rows: int) -> None:
             layer.fewest_bytes(rows),
             layer.operations(rows),
         )
+
+
+def _stream(
+    layer: products.Layer,
+    chosen: streamed.Layout,
+    x: Tensor,
+    residual: Tensor | None,
+    y: Tensor,
+    *,
+    pdl: bool,
+) -> None:
+    """The whole layer: the norm by a launch of its own."""
+    if layer.norm is not None:
+        x = rms.rms_norm(x, layer.norm, layer.eps, inputs=layer.num_inputs, pdl=pdl)
+    streamed.multiply(layer, chosen, x, residual, y, pdl=pdl)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from dagengine_kernels.cuda_linear import CudaLinear
 from dagengine_kernels.errors import KernelError
-from dagengine_kernels.fused.cuda import gemv, skinny, tiled
+from dagengine_kernels.fused.cuda import gemv, skinny, streamed, tiled
 from dagengine_kernels.norm import rms_norm, silu_mul
 
 from .test_linear_layouts import MODEL_LAYERS
@@ -78,6 +78,7 @@ def make(
     gated: bool,
     extras: bool,
     few_rows: int | None = gemv.MAX_ROWS,
+    streamed_rows: int | None = None,
 ) -> tuple[dict, CudaLinear]:
     """The tensors of a layer as `definition` takes them, and the layer."""
     rows = out * (1 + gated)
@@ -92,6 +93,7 @@ def make(
         eps=EPS,
         gated=gated,
         few_rows=few_rows,
+        streamed_rows=streamed_rows,
     )
     return tensors, layer
 
@@ -382,6 +384,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ("bias", lambda: CudaLinear(weight, torch.zeros(6))),
         ("norm", lambda: CudaLinear(weight, norm=torch.zeros(5, device="cuda"))),
         ("few_rows", lambda: CudaLinear(weight, few_rows=gemv.MAX_ROWS + 1)),
+        ("streamed_rows", lambda: CudaLinear(weight, streamed_rows=streamed.MAX_ROWS + 1)),
         ("x", lambda: layer(x[:, :3])),
         ("x", lambda: layer(x.half())),
         ("x", lambda: layer(x.cpu())),

@@ -4,6 +4,7 @@
 
     rows of x                     product                                  norm                    gate
     few (`FEW_ROWS`)              gemv.cu, at the speed of the weight      inside                  inside
+    up to 64 (`STREAMED_ROWS`)    streamed.cu, for capability 9.0          norm.cu                 inside
     more                          cuBLAS through torch                     norm.cu                 gate.cu
     1 .. 16, batch_invariant      skinny.cu                                up to 8 rows inside     inside
     more, batch_invariant         tiled.cu, with skinny.cu's bits          norm.cu                 inside
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 
 from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
 from dagengine_kernels.fused import native
-from dagengine_kernels.fused.cuda import gate, gemv, skinny, tiled
+from dagengine_kernels.fused.cuda import gate, gemv, skinny, streamed, tiled
 from dagengine_kernels.fused.cuda import norm as rms
 from dagengine_kernels.fused.cuda.products import STEP, Layer
 
@@ -33,9 +34,11 @@ DTYPES = (torch.float16, torch.bfloat16)
 CAPABILITIES = (9, 10)
 """Of devices that have bulk copies and 227 KiB of shared memory per block."""
 
-FEW_ROWS = {"gated": 2, "normed": 2, "plain": 4}
-"""Up to this many rows gemv.cu is the fastest, for a gated layer, another one with a norm, and one without: cuBLAS, and
-the launches around it, win from the next on."""
+FEW_ROWS = {"gated": 1, "normed": 1, "plain": 2}
+"""Up to this many rows gemv.cu is the fastest, for a gated layer, another one with a norm, and one without."""
+
+STREAMED_ROWS = {"gated": 64, "normed": 64, "plain": 64}
+"""Of more rows, up to this many are streamed.cu's; cuBLAS and the launches around it win from the next on."""
 
 
 class CudaLinear:
@@ -52,6 +55,9 @@ class CudaLinear:
         over_residual: whether y may be written over the residual, which saves cuBLAS a copy of it.
         few_rows: up to how many rows gemv.cu is used if x fits, at most gemv.MAX_ROWS; by default those of FEW_ROWS.
             Without effect if `batch_invariant`.
+        streamed_rows: up to how many rows streamed.cu is used where gemv.cu is not, at most streamed.MAX_ROWS; by
+            default those of STREAMED_ROWS. Without effect if `batch_invariant`, and on devices of another capability
+            than 9.0.
     Raises: KernelError (invalid_argument, or capability_missing where `unavailable` says why).
     """
 
@@ -66,6 +72,7 @@ class CudaLinear:
         batch_invariant: bool = False,
         over_residual: bool = False,
         few_rows: int | None = None,
+        streamed_rows: int | None = None,
     ) -> None:
         if weight.ndim != 2 or weight.dtype not in DTYPES or weight.device.type != "cuda":
             raise KernelError(
@@ -87,13 +94,19 @@ class CudaLinear:
         if norm is not None and self.num_inputs > rms.MAX_INPUTS:
             message = f"is of at most {rms.MAX_INPUTS} inputs, not {self.num_inputs}"
             raise KernelError(INVALID_ARGUMENT, message, "norm")
-        if few_rows is None:
-            few_rows = FEW_ROWS["gated" if gated else "plain" if norm is None else "normed"]
-        if not 0 <= few_rows <= gemv.MAX_ROWS:
-            message = f"must be 0 to {gemv.MAX_ROWS}, is {few_rows}"
-            raise KernelError(INVALID_ARGUMENT, message, "few_rows")
+        kind = "gated" if gated else "plain" if norm is None else "normed"
+        few_rows = FEW_ROWS[kind] if few_rows is None else few_rows
+        streamed_rows = STREAMED_ROWS[kind] if streamed_rows is None else streamed_rows
+        for name, given, most in (
+            ("few_rows", few_rows, gemv.MAX_ROWS),
+            ("streamed_rows", streamed_rows, streamed.MAX_ROWS),
+        ):
+            if not 0 <= given <= most:
+                raise KernelError(INVALID_ARGUMENT, f"must be 0 to {most}, is {given}", name)
         self.num_outputs = rows // 2 if gated else rows
         self._few_rows = few_rows
+        streams = torch.cuda.get_device_capability(weight.device) == streamed.CAPABILITY
+        self._streamed_rows = streamed_rows if streams else 0
         self._over_residual = over_residual
         self.batch_invariant = batch_invariant
         self._layer = Layer(
@@ -155,13 +168,16 @@ class CudaLinear:
             return torch.empty(0, self.num_outputs, dtype=dtype, device=x.device)
         if self.batch_invariant:
             return self._invariant(x, residual, dtype)
-        chosen = None
-        if rows <= self._few_rows:
-            chosen = gemv.layout(rows, self.num_inputs, self.num_outputs, layer.gated, self._sms)
-        if chosen is None:
+        given = (rows, self.num_inputs, self.num_outputs, layer.gated, self._sms)
+        few = gemv.layout(*given) if rows <= self._few_rows else None
+        many = streamed.layout(*given) if few is None and rows <= self._streamed_rows else None
+        if few is None and many is None:
             return self._by_cublas(self._normed(x), residual, dtype)
         y = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)
-        gemv.multiply(layer, chosen, _padded(x, 8), residual, y, norm=layer.norm is not None)
+        if few is not None:
+            gemv.multiply(layer, few, _padded(x, 8), residual, y, norm=layer.norm is not None)
+        elif many is not None:
+            streamed.multiply(layer, many, self._normed(x), residual, y)
         return y
 
     def _invariant(self, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -212,12 +228,14 @@ def _apart(a: Tensor, b: Tensor) -> bool:
 
 
 def _padded(tensor: Tensor, multiple: int) -> Tensor:
-    """`tensor` with zeros to a multiple of `multiple` on its last axis, and rows at multiples of 16 bytes."""
+    """`tensor` with zeros to a multiple of `multiple` on its last axis, and rows at multiples of 16 bytes, apart."""
     short = -tensor.shape[-1] % multiple
     if short:
         return F.pad(tensor, (0, short))
     size = tensor.element_size()
     aligned = all(stride * size % 16 == 0 for stride in tensor.stride()[:-1]) and tensor.data_ptr() % 16 == 0
+    if tensor.ndim == 2 and tensor.shape[0] > 1 and tensor.stride(0) < tensor.shape[1]:
+        aligned = False
     return (
         tensor if tensor.stride(-1) == 1 and aligned else tensor.clone(memory_format=torch.contiguous_format)
     )

@@ -217,7 +217,7 @@ class CudaExecutor(Executor):
             workers=tuple(sms * (WIDE // rows) for rows in heights),
             boxes=keys // table.page_size,
             window=shape.window,
-            min_chunk=256 // keys,
+            min_chunk=max(1, 64 // keys),
             work_cost=256 // keys,
             run_cost=1,
             invariant_chunk=INVARIANT_CHUNK_KEYS // keys if self.batch_invariant else None,

@@ -38,6 +38,39 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 bar, 
         " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(0), "r"(head), "r"(page)
         : "memory");
 }
+// A box of a matrix, whose lines leave L2 as the policy says.
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 bar, int column, int row, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row), "l"(policy)
+        : "memory");
+}
+__device__ __forceinline__ u64 first_to_leave_l2() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ u64 last_to_leave_l2() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Of the blocks of a cluster: all threads have come here; what they wrote before is seen unless they came having read only.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive_having_read() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+__device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
+    u32 r;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
+    return r;
+}
+__device__ __forceinline__ float4 load_from_cluster(u32 address) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
+    return v;
+}
 
 // Descriptors of 128-byte swizzled tiles, [half][key][64 columns]: the low word holds the address and the stride between
 // halves in units of 16 bytes, so that an offset is added to it; the high word the stride between 8 keys and the swizzle.
@@ -120,3 +153,26 @@ __device__ __forceinline__ void mma(float (&d)[64], const u32 (&a)[4], u64 b, in
         : F8(d, 0), F8(d, 8), F8(d, 16), F8(d, 24), F8(d, 32), F8(d, 40), F8(d, 48), F8(d, 56)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSED));
 }
+
+// d[64, N] += a[64, 16] b[16, N], N twice the length of d: both in shared memory, with the inputs contiguous.
+#define WITH_SHARED(SIZE, REGISTERS, A, B, ...)                                                                            \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" SIZE "k16.f32." OPERANDS " {" REGISTERS "}, " A ", " B ", 1, 1, 1, 0, 0;\n" \
+                 : __VA_ARGS__ : "l"(a), "l"(b))
+#define R8(a, b, c, d, e, f, g, h) "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
+__device__ __forceinline__ void mma(float (&d)[4], u64 a, u64 b) {
+    WITH_SHARED("8", "%0, %1, %2, %3", "%4", "%5", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]));
+}
+__device__ __forceinline__ void mma(float (&d)[8], u64 a, u64 b) {
+    WITH_SHARED("16", R8(0, 1, 2, 3, 4, 5, 6, 7), "%8", "%9", F8(d, 0));
+}
+__device__ __forceinline__ void mma(float (&d)[16], u64 a, u64 b) {
+    WITH_SHARED("32", R8(0, 1, 2, 3, 4, 5, 6, 7) ", " R8(8, 9, 10, 11, 12, 13, 14, 15), "%16", "%17", F8(d, 0), F8(d, 8));
+}
+__device__ __forceinline__ void mma(float (&d)[32], u64 a, u64 b) {
+    WITH_SHARED("64",
+                R8(0, 1, 2, 3, 4, 5, 6, 7) ", " R8(8, 9, 10, 11, 12, 13, 14, 15) ", "
+                R8(16, 17, 18, 19, 20, 21, 22, 23) ", " R8(24, 25, 26, 27, 28, 29, 30, 31),
+                "%32", "%33", F8(d, 0), F8(d, 8), F8(d, 16), F8(d, 24));
+}
+#undef R8
+#undef WITH_SHARED
