@@ -211,7 +211,8 @@ __device__ __forceinline__ void finish_share(const Launch& p, const float* sums,
 }
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, RESIDENT) streamed(const __grid_constant__ Launch p) {
-    let_next_kernel_start();
+    // With 64 columns the copies of x take as much of L2 as those of the weight: the next kernel's would come between.
+    if constexpr (COLUMNS < 64) let_next_kernel_start();
     extern __shared__ __align__(1024) char shared[];
     const int thread = threadIdx.x, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);   // known to be the same in a warp
     const int tile = blockIdx.x / SPLIT, rank = blockIdx.x % SPLIT;
