@@ -34,6 +34,7 @@ from .expressions import (
 )
 from .lowered import Commuting, LoweredQuery, Order, QueryNode
 from .plan import Plan
+from .rules import shows
 
 _Items: TypeAlias = tuple["int | _Group", ...]
 """What a scope shows, in order: `i` inherits draft i, `~i` reads its turn."""
@@ -130,11 +131,10 @@ class _Lowering:
                 continue
             if child.kind == CROSS:
                 raise _unplanned(child, here)
-            shown = self.scope(child, here, True).items
-            if shown and parts:
+            if parts and shows(child):
                 items = (self.add(start, tuple(parts), items, None, continues),)
                 parts.clear()
-            items += shown
+            items += self.scope(child, here, True).items
         return _Scope(items, tuple(parts), start)
 
     def plus(self, query: Query, path: str) -> _Items:

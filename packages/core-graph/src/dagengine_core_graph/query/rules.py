@@ -68,7 +68,7 @@ class Rule:
     Attributes:
         kinds: constructors without which a tree is as the rule leaves it.
         rewrite: the subtree in its new form; the same object where the rule does not apply.
-        sugar: whether it may look into a `zip`, whose meaning is about the children as they were written.
+        sugar: whether it may look into a `zip` or a `chat`, whose meaning is about the children as they were written.
     """
 
     name: str
@@ -137,14 +137,14 @@ def order_joins(query: Query, _: Surroundings) -> Query:
 
 def drop_empties(query: Query, _: Surroundings) -> Query:
     """Leaves out what shows nothing and runs nothing: messages without text, joins of nothing, prints."""
-    if isinstance(query, Monad):
-        return query if query.query.kinds & (TEXT | CALLS) else NOTHING
     if isinstance(query, Join):
-        if all(child.kinds & (TEXT | CALLS | RETRIEVE) for child in query.children):
-            return query if query.children or query is NOTHING else NOTHING
-        kept = tuple(child for child in query.children if child.kinds & (TEXT | CALLS | RETRIEVE))
-        return type(query)(kept) if kept else NOTHING
-    return query
+        kept = tuple(child for child in query.children if child is not NOTHING)
+        if not kept:
+            return NOTHING
+        return query if len(kept) == len(query.children) else type(query)(kept)
+    if isinstance(query, Monad):
+        return NOTHING if query.query is NOTHING else query
+    return NOTHING if query.kind & (TEXT | PRINT) and not query.kinds & TEXT else query
 
 
 def flatten_cross(query: Query, _: Surroundings) -> Query:
@@ -208,8 +208,10 @@ RULES: Final = (*SUGAR, *JOINS, *REUSE)
 
 def apply(rule: Rule, query: Query, around: Surroundings) -> Query:
     """The query after the rule was tried at every subtree, subtrees first; the same object if it changed none."""
-    if not query.kinds & rule.kinds or (query.kind == ZIP and not rule.sugar):
+    if not query.kinds & rule.kinds or (query.kind & (ZIP | CHAT) and not rule.sugar):
         return query
+    if query.kind == RETRIEVE:  # its question is no part of a prompt
+        return rule.rewrite(query, around)
     below = Surroundings(around.retriever, query.params) if isinstance(query, Generate) else around
     mask = rule.kinds
     before = query.subqueries

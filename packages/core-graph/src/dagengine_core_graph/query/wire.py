@@ -207,7 +207,7 @@ class _Loader:
         inputs = fields.items(found.get("inputs"), join(path, "inputs"))
         if not inputs:
             raise SchemaError("invalid_request", "at least one input is needed", join(path, "inputs"))
-        texts = (fields.text(item, f"{path}.inputs[{index}]") for index, item in enumerate(inputs))
+        texts = (fields.name(item, f"{path}.inputs[{index}]") for index, item in enumerate(inputs))
         return Map(params, tuple(texts))
 
     def _zip(self, value: object, path: str, depth: int) -> Zip:
