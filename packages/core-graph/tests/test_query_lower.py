@@ -127,6 +127,8 @@ def test_equal_calls_are_samples_that_wait_for_one_input() -> None:
         ("n4", True, 2, "n0"),
         ("n5", True, 0, None),
     ]
+    sourced = lower(plan(g(plus(fragment("a", "x"), fragment("a", "y"), user("a"), assistant("a")))))
+    assert [node.reuses for node in sourced.nodes] == [None, "n0", "n0", None, None]
     in_order = lower(plan(cross(g(U), g(U), g(U, temperature=0.1))))
     assert [(n.sample, n.reuses) for n in in_order.nodes] == [(0, None), (1, "n0"), (0, "n0")]
 
@@ -142,6 +144,10 @@ def test_what_is_prepared_is_left_out_where_it_is_computed_anyway() -> None:
         ((S, U), None),
     ]
     assert (alone.left_out, alone.answers) == (1, ())
+    whole = lower(plan(cross(monad(cross(S, plus(A, B))), g(cross(S, plus(B, A), U)))))
+    assert (len(whole.nodes), whole.left_out) == (4, 3)
+    part = lower(plan(cross(monad(cross(S, plus(A, C))), g(cross(S, plus(B, A), U)))))
+    assert (len(part.nodes), part.left_out) == (7, 0)
 
 
 def test_a_hidden_call_runs_and_nobody_reads_it() -> None:

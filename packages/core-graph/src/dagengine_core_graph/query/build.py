@@ -169,7 +169,9 @@ def map_inputs(
         raise QueryError("invalid_request", "a map needs a list of texts, at least one", "map.inputs")
     texts = tuple(_text(item, f"map.inputs[{index}]") for index, item in enumerate(inputs))
     if "" in texts:
-        raise QueryError("invalid_request", "an input without text shows nothing", f"map.inputs[{texts.index('')}]")
+        raise QueryError(
+            "invalid_request", "an input without text shows nothing", f"map.inputs[{texts.index('')}]"
+        )
     return Map(_params(model, max_tokens, temperature, options, "map.metadata"), texts)
 
 

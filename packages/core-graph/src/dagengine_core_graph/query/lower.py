@@ -26,9 +26,11 @@ from .expressions import (
     MONAD,
     PLUS,
     TEXT,
+    Fragment,
     Generate,
     GenerateParams,
     Leaf,
+    Message,
     Query,
     join_path,
 )
@@ -180,7 +182,8 @@ class _Lowering:
             drafts = self.drafts
             equal = tuple([drafts[read].key if read >= 0 else read for read in _flat(items)])
             continues = True
-        key = self.keys.setdefault((parts, equal, continues), len(self.keys))
+        texts = tuple([(part.role, part.text) for part in parts])
+        key = self.keys.setdefault((texts, equal, continues), len(self.keys))
         if generate is None:
             self.prepared.add(key)
         self.drafts.append(_Draft(path, parts, items, generate, continues, key))
@@ -208,14 +211,15 @@ class _Lowering:
         """Nodes for what is hidden and holds no call, but for those that another node has computed anyway."""
         if query.kind == PLUS:
             for index, child in enumerate(query.subqueries):
-                if child.kind == TEXT and self.keys.get(((child,), (), True)) in self.prepared:
-                    self.left_out += 1
-                else:
-                    self.prepare(child, join_path(path, query.step(index)), True)
+                if isinstance(child, Message | Fragment):
+                    if self.keys.get((((child.role, child.text),), (), True)) in self.prepared:
+                        self.left_out += 1
+                        continue
+                self.prepare(child, join_path(path, query.step(index)), True)
             return
         known, first = set(self.prepared), len(self.drafts)
         items = self.materialize(self.scope(query, path, continues), continues)
-        if all(isinstance(item, int) and self.drafts[item].key in known for item in items):
+        if all(self.drafts[item].key in known for item in _flat(items)):
             self.left_out += len(self.drafts) - first
             del self.drafts[first:]
             self.prepared = known

@@ -65,7 +65,8 @@ def reduce_judges(query: Query, arity: int) -> tuple[Query, tuple[Reduction, ...
             join_path(wide[0], "g") if wide else "reduce",
         )
     reductions: list[Reduction] = []
-    return _reduce(query, "", arity, reductions), tuple(reductions)
+    reduced = _reduce(query, "", arity, reductions)
+    return reduced if reductions else query, tuple(reductions)
 
 
 def _reduce(query: Query, path: str, arity: int, reductions: list[Reduction]) -> Query:
