@@ -88,7 +88,7 @@ def test_the_data_is_json_and_says_the_same() -> None:
         "calls": 3,
         "equal_inputs": 2,
         "left_out": 2,
-        "read_more_than_once": {},
+        "read_more_than_once": 0,
     }
     (layout,) = data["layouts"]
     assert layout["segments"][3] == {"node": "n4", "span": "turn"}
@@ -117,6 +117,7 @@ def test_the_data_is_json_and_says_the_same() -> None:
 def test_a_node_that_several_see_is_told() -> None:
     explanation = explain(g(cross(system("s"), plus("a"), "b", plus("c"), "d")))
     assert explanation.readers() == {"n0": 2, "n1": 2, "n2": 1, "n3": 1}
+    assert explanation.reuse()["read_more_than_once"] == 2
 
 
 def test_a_reduction_is_told_and_called_another_question() -> None:

@@ -166,3 +166,16 @@ def test_what_grows_beyond_the_limit_is_refused() -> None:
     with pytest.raises(QueryError) as caught:
         plan(judge(100), reduce=2, max_nodes=150)
     assert caught.value.code == "capacity"
+
+
+def test_judges_in_judges_are_reduced_until_it_is_too_deep() -> None:
+    query = judge(4)
+    while query.depth < 60:
+        query = over(query, *"abcdefgh")
+    with pytest.raises(QueryError) as caught:
+        plan(query, reduce=2)
+    assert caught.value.code == "capacity"
+    wide = plan(query, reduce=8)
+    assert len(wide.reductions) == 19
+    assert calls(wide.query) == calls(query) + sum(found.calls_added for found in wide.reductions)
+    assert rounds(wide) == sum(found.rounds for found in wide.reductions) + 1

@@ -50,6 +50,7 @@ from .lowered import Commuting, LoweredQuery, QueryNode
 from .plan import Plan, Step, plan
 from .pretty import pretty
 from .reduce import Reduction
+from .rules import shuffled
 from .wire import FORMAT, dump_query, dump_spnl, load_query, load_spnl
 
 __all__ = [
@@ -102,6 +103,7 @@ __all__ = [
     "repeat",
     "retrieve",
     "seq",
+    "shuffled",
     "system",
     "user",
     "zipped",

@@ -75,13 +75,7 @@ class Explanation:
                 }
                 for node, segments in self.layouts
             ],
-            "reuse": {
-                "nodes": len(lowered.nodes),
-                "calls": sum(node.generate is not None for node in lowered.nodes),
-                "equal_inputs": sum(node.reuses is not None for node in lowered.nodes),
-                "left_out": lowered.left_out,
-                "read_more_than_once": {name: count for name, count in self.readers().items() if count > 1},
-            },
+            "reuse": self.reuse(),
             "graph": mermaid(lowered.picture()),
         }
 
@@ -102,21 +96,29 @@ class Explanation:
         blocks.append(("nodes", "".join(f"{_line(node)}\n" for node in lowered.nodes)))
         blocks.append(("graph", mermaid(lowered.picture())))
         blocks.append(("layout (linear)", "".join(map(_layout, self.layouts))))
-        counts = self.data()["reuse"]
-        assert isinstance(counts, dict)
-        shared = counts["read_more_than_once"]
-        assert isinstance(shared, dict)
+        counts = self.reuse()
         blocks.append(
             (
                 "reuse",
                 f"{counts['nodes']} nodes, {counts['calls']} of them calls\n"
                 f"{counts['equal_inputs']} with an input that another has computed\n"
                 f"{counts['left_out']} preparations left out: another node computes the same\n"
-                f"{len(shared)} read more than once\n",
+                f"{counts['read_more_than_once']} read more than once\n",
             )
         )
         indented = ("\n".join(f"  {line}" for line in body.splitlines()) for _, body in blocks)
         return "\n".join(f"{title}\n{body}" for (title, _), body in zip(blocks, indented, strict=True)) + "\n"
+
+    def reuse(self) -> dict[str, Json]:
+        """Counts of nodes, and of work that is done once."""
+        nodes = self.lowered.nodes
+        return {
+            "nodes": len(nodes),
+            "calls": sum(node.generate is not None for node in nodes),
+            "equal_inputs": sum(node.reuses is not None for node in nodes),
+            "left_out": self.lowered.left_out,
+            "read_more_than_once": sum(count > 1 for count in self.readers().values()),
+        }
 
     def readers(self) -> Counter[str]:
         """How many nodes see each node."""

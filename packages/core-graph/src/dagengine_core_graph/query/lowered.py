@@ -112,8 +112,9 @@ class LoweredQuery:
         Raises:
             QueryError: `invalid_request` for an answer that is missing; the field is the path of its call.
         """
+        missing = set(self.answers) - set(texts)
         for node in self.nodes:
-            if node.id in self.answers and node.id not in texts:
+            if node.id in missing:
                 raise QueryError("invalid_request", f"{node.id} has no answer", node.path)
         return _result(self.query, iter([texts[answer] for answer in self.answers])) or NOTHING
 

@@ -105,9 +105,9 @@ def plan(
         if reduced is not found:
             steps.append(Step("reduce_judges", reduced))
         found = reduced
-    found = _fixed_point((*JOINS, *REUSE), found, around, steps)
     if found.depth > DEEPEST_PLAN:
         raise QueryError("capacity", f"the planned query nests more than {DEEPEST_PLAN} constructors")
+    found = _fixed_point((*JOINS, *REUSE), found, around, steps)
     notes = (
         tuple(note.text for _, note in walk(query) if isinstance(note, Print)) if query.kinds & PRINT else ()
     )

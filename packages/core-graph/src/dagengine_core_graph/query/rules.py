@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Final, TypeAlias
 
 from ..errors import QueryError, short
@@ -226,6 +227,14 @@ def apply(rule: Rule, query: Query, around: Surroundings) -> Query:
             after = after or list(before)
             after[index] = rewritten
     return rule.rewrite(query if after is None else query.with_subqueries(tuple(after)), around)
+
+
+def shuffled(query: Query, rng: Random) -> Query:
+    """A planned query with the children of every + in another order: the same, if their order is declared truly."""
+    children = [shuffled(child, rng) for child in query.subqueries]
+    if isinstance(query, Plus):
+        rng.shuffle(children)
+    return query.with_subqueries(tuple(children)) if children else query
 
 
 def shows(query: Query) -> bool:
