@@ -10,7 +10,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_examples_print_what_the_readme_shows() -> None:
     blocks = re.findall(r"```(python|text)\n(.*?)```", README.read_text(), re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["python", "text"] * 3
+    assert [kind for kind, _ in blocks] == ["python", "text"] * 5
     names: dict[str, object] = {}
     for (_, code), (_, shown) in zip(blocks[::2], blocks[1::2], strict=True):
         printed = io.StringIO()

@@ -2,7 +2,7 @@
 
 from .compile import VisibleContext, compile_context, passed, visible
 from .context import Artifact, Digest, Inherit, NodeId, Reference, Span, make_reference
-from .errors import GraphError, SchemaError
+from .errors import GraphError, QueryError, SchemaError
 from .graph import ContextGraph, Node, NodeSpans
 from .ranges import RangeList, TokenRange
 from .schema import ContextDocument, GraphDocument, NodeDocument, dump_graph, load_graph
@@ -19,6 +19,7 @@ __all__ = [
     "NodeDocument",
     "NodeId",
     "NodeSpans",
+    "QueryError",
     "RangeList",
     "Reference",
     "SchemaError",

@@ -34,6 +34,14 @@ class SchemaError(GraphError):
     """A JSON document that does not follow its format; `field` is the JSON path."""
 
 
+class QueryError(GraphError):
+    """A span query that cannot be built, planned or lowered.
+
+    `field` is the path of the subtree, such as `g.input.cross[1].plus[0]`; the code is `invalid_request`, or
+    `capacity` for what is too large or too deep.
+    """
+
+
 def short(value: object) -> str:
     """The value for a message, cut to a readable length."""
     try:
