@@ -61,6 +61,9 @@ class LateTransfer:
     def poll(self) -> Sequence[Completion]:
         return (Completion(self.tickets.pop()),) if self.tickets else ()
 
+    def abort(self, ticket: int) -> bool:
+        return ticket not in self.tickets
+
 
 class TestLateTransfer(TransferConformance):
     def make(self) -> Transfer:

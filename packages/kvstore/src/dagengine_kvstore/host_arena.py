@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from collections.abc import Callable
 
 from dagengine_kvstore.errors import KVStoreError
@@ -19,7 +20,7 @@ CHUNK_BYTES = 256 << 20
 
 
 class HostArena:
-    """Pages `0 … num_pages - 1` of `page_bytes` bytes; zeros until they are written.
+    """Pages `0 … num_pages - 1` of `page_bytes` bytes; zeros until they are written. Threads may share it.
 
     Args:
         chunk_bytes: what is mapped at once, rounded up to whole pages.
@@ -50,6 +51,7 @@ class HostArena:
         self.page_bytes = page_bytes
         self._chunk_pages = min(-(-chunk_bytes // page_bytes), max(num_pages, 1))
         self._chunks: dict[int, tuple[mmap.mmap, int]] = {}  # memory and its address
+        self._lock = threading.Lock()
         self.pin: Callable[[int, int], None] | None = None
 
     @property
@@ -82,7 +84,9 @@ class HostArena:
             )
         index = page // self._chunk_pages
         if index not in self._chunks:
-            self._chunks[index] = self._map(index)
+            with self._lock:
+                if index not in self._chunks:
+                    self._chunks[index] = self._map(index)
         memory, address = self._chunks[index]
         return memory, address, page % self._chunk_pages * self.page_bytes
 

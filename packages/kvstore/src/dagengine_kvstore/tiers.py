@@ -37,10 +37,21 @@ TRANSITIONS: dict[Tier, tuple[Tier, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Pages to move as (device page, host page) pairs: `store` copies left to right, `load` right to left."""
+    """Pages to move as (device page, host page) pairs: `store` copies left to right, `load` right to left.
+
+    No page occurs twice, and none is under another ticket.
+
+    Attributes:
+        keys: content key of each page, 32 bytes over signature, salt, context and tokens; b"" where it is not known.
+        bases: stored position of row 0 of each page.
+        tokens: of the rows of each page.
+    """
 
     kind: Literal["store", "load"]
     pages: tuple[tuple[int, int], ...]
+    keys: tuple[bytes, ...] = ()
+    bases: tuple[int, ...] = ()
+    tokens: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +84,13 @@ class Transfer(Protocol):
         """Completions not reported yet; every ticket is reported exactly once, also after an abort."""
         ...
 
+    def abort(self, ticket: int) -> bool:
+        """Whether a ticket touches none of its pages from now on; False: it may, wait for its completion.
+
+        Never blocks. True for a ticket that is finished or was never given.
+        """
+        ...
+
 
 class NoTransfer:
     """The one-tier case: no host pages, so every copy is refused."""
@@ -87,3 +105,6 @@ class NoTransfer:
 
     def poll(self) -> Sequence[Completion]:
         return ()
+
+    def abort(self, ticket: int) -> bool:
+        return True
