@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 BLOCK_BYTES = 16384
-NUM_WARPS = 8
+BYTES_PER_WARP = 2048
 
 
 @triton.jit(
@@ -24,33 +24,32 @@ def _copy_pages(
     others,
     num_layers,
     num_pieces,
-    LAYER_BYTES: tl.constexpr,
+    words,
     STORE: tl.constexpr,
     WORD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`layers[l]` is the address of a layer's page 0; `others[i]` that of page i on the other side, all its layers."""
-    words: tl.constexpr = LAYER_BYTES // WORD
-    blocks: tl.constexpr = (words + BLOCK - 1) // BLOCK
+    """`layers[l]` is the address of a layer's page 0; `others[i]` that of page i on the other side, all its layers.
+    A page has `words` words of WORD bytes in one layer; if WORD is 8, addresses are multiples of 16.
+    """
     kind: tl.constexpr = tl.pointer_type(tl.int64) if WORD == 8 else tl.pointer_type(tl.int8)
     lanes = tl.arange(0, BLOCK)
+    blocks = (words + BLOCK - 1) // BLOCK
+    layer_bytes = words.to(tl.int64) * WORD
     piece = tl.program_id(0)
     while piece < num_pieces:
         block = piece % blocks
         layer = (piece // blocks) % num_layers
         page = piece // (blocks * num_layers)
-        device = tl.load(layers + layer) + tl.load(devices + page) * LAYER_BYTES
-        other = tl.load(others + page) + layer.to(tl.int64) * LAYER_BYTES
+        device = tl.load(layers + layer) + tl.load(devices + page) * layer_bytes
+        other = tl.load(others + page) + layer * layer_bytes
         source = (device if STORE else other).to(kind)
         target = (other if STORE else device).to(kind)
-        if LAYER_BYTES % 16 == 0:
+        if WORD == 8:
             source = tl.multiple_of(source, 16)
             target = tl.multiple_of(target, 16)
         at = tl.multiple_of(block * BLOCK, BLOCK) + lanes
-        if words % BLOCK == 0:
-            tl.store(target + at, tl.load(source + at))
-        else:
-            tl.store(target + at, tl.load(source + at, mask=at < words), mask=at < words)
+        tl.store(target + at, tl.load(source + at, mask=at < words), mask=at < words)
         piece += tl.num_programs(0)
 
 
@@ -70,26 +69,49 @@ def copy_pages(
         devices, others: int64 [num_pages], device page numbers, and addresses of the pages on the other side. These
             are multiples of 16 if `layer_bytes` is.
         layer_bytes: what a page has in one layer.
+        num_programs: at most so many, of blocks of 16 KiB; more where blocks are smaller.
     """
-    settings = _settings(layer_bytes, store)
-    pieces = len(devices) * len(layers) * -(-layer_bytes // (settings["WORD"] * settings["BLOCK"]))
-    grid = (min(num_programs, pieces),)
-    _copy_pages[grid](layers, devices, others, len(layers), pieces, **settings)
+    word, block, words = _split(layer_bytes)
+    pieces = len(devices) * len(layers) * -(-words // block)
+    grid = (min(num_programs * (BLOCK_BYTES // (word * block)), pieces),)
+    _copy_pages[grid](
+        layers,
+        devices,
+        others,
+        len(layers),
+        pieces,
+        words,
+        STORE=store,
+        WORD=word,
+        BLOCK=block,
+        num_warps=_num_warps(word * block),
+    )
 
 
 def prepare(layers: torch.Tensor, layer_bytes: int) -> None:
     """Compile and load both directions, so that no copy waits for it: a launch that has nothing to copy."""
+    word, block, words = _split(layer_bytes)
     for store in (True, False):
-        _copy_pages[(1,)](layers, layers, layers, len(layers), 0, **_settings(layer_bytes, store))
+        _copy_pages[(1,)](
+            layers,
+            layers,
+            layers,
+            len(layers),
+            0,
+            words,
+            STORE=store,
+            WORD=word,
+            BLOCK=block,
+            num_warps=_num_warps(word * block),
+        )
 
 
-def _settings(layer_bytes: int, store: bool) -> dict[str, int]:
+def _num_warps(block_bytes: int) -> int:
+    return max(1, block_bytes // BYTES_PER_WARP)
+
+
+def _split(layer_bytes: int) -> tuple[int, int, int]:
+    """Bytes of a word, words of a block, words of a page in one layer."""
     word = 8 if layer_bytes % 16 == 0 else 1
-    block = min(BLOCK_BYTES // word, triton.next_power_of_2(layer_bytes // word))
-    return {
-        "LAYER_BYTES": layer_bytes,
-        "STORE": store,
-        "WORD": word,
-        "BLOCK": block,
-        "num_warps": NUM_WARPS,
-    }
+    words = layer_bytes // word
+    return word, min(BLOCK_BYTES // 8, triton.next_power_of_2(words)), words
