@@ -83,6 +83,7 @@ class CopyTable:
 
     def bind(self, copy: PageCopy, page: int) -> None:
         """From now on `page` has the copy's bytes."""
+        self.forget(copy)
         copy.device, copy.generation = page, self._pool.generation[page]
         self._of_page[page] = copy
 
