@@ -29,8 +29,8 @@ class PinBudget:
         for node in pinned:
             pages[node.salt] += len(holds.covered_pages(node))
         for field, budget, used in (
-            ("pin_budget", self.total, pages.total()),
             ("pin_budget_per_salt", self.per_salt, pages[salt]),
+            ("pin_budget", self.total, pages.total()),
         ):
             if budget is not None and used > budget:
                 raise PinBudgetExceeded(field, used, budget)

@@ -81,11 +81,21 @@ class Pressure:
 
         Raises OutOfPages. Nothing was dropped then, but stores may have been started.
         """
-        self.make_room(count, node.reads, evict=evict)
+        self.make_room(count, node.reads, evict=evict, restoring=node if node.restoring else None)
         return self._books.pool.allocate(count, after)
 
-    def make_room(self, count: int, reads: Iterable[Read], *, evict: bool = True) -> None:
-        """Make `count` pages unused, dropping none that `reads` read. Raises as `take_pages`."""
+    def make_room(
+        self,
+        count: int,
+        reads: Iterable[Read],
+        *,
+        evict: bool = True,
+        restoring: NodeRecord | None = None,
+    ) -> None:
+        """Make `count` pages unused, dropping none that `reads` read. Raises as `take_pages`.
+
+        A node that is being restored loses its own pages, too, if they will be computed again.
+        """
         pool = self._books.pool
         unused = pool.num_free + pool.num_cached
         short = count - unused
@@ -93,6 +103,10 @@ class Pressure:
             return
         if evict:
             plan = self.plan(reads=reads)
+            if restoring is not None:
+                begin = len(self._books.restores[restoring].pages)
+                pages = self._pages(restoring, self._kept(reads).get(restoring, set()), begin)
+                plan.drop.update({restoring: pages} if pages else {})
             chosen = self._choose(plan.drop, pool.refs, short)
             if chosen is not None:
                 for node in chosen:
@@ -208,7 +222,8 @@ class Pressure:
             }
             if clean:
                 books.evict(node, clean)
-        if all(page is None for page in node.pages):
+        loading = any(copy is not None and copy.tier is Tier.LOADING for copy in node.copies)
+        if not loading and all(page is None for page in node.pages):
             self._end_offload(node, "offloaded")
 
     def _end_offload(self, node: NodeRecord, kind: str) -> None:
@@ -285,25 +300,37 @@ class Pressure:
         """
         books = self._books
         pinned = books.pinned()
-        kept: dict[NodeRecord, set[int]] = {}
-        for read in chain(reads, (read for lease in books.leases for read in lease.reads)):
-            kept.setdefault(read.node, set()).update(books.holds.page_range(read.start, read.stop))
+        kept = self._kept(reads)
         found: Pages = {}
         for node in books.nodes():
             if not node.sealed or node.restoring or node in exclude or node in pinned:
                 continue
-            keep = {*kept.get(node, ()), *self.claims[node]}
-            pages = [
-                page
-                for index, page in enumerate(node.pages)
-                if page is not None
-                and index not in keep
-                and books.pool.is_quiet(page)
-                and not books.pool.is_moving(page)
-            ]
+            pages = self._pages(node, kept.get(node, set()))
             if pages:
                 found[node] = pages
         return found
+
+    def _kept(self, reads: Iterable[Read]) -> dict[NodeRecord, set[int]]:
+        """Indices of the pages that leases or `reads` read."""
+        books = self._books
+        kept: dict[NodeRecord, set[int]] = {}
+        for read in chain(reads, (read for lease in books.leases for read in lease.reads)):
+            kept.setdefault(read.node, set()).update(books.holds.page_range(read.start, read.stop))
+        return kept
+
+    def _pages(self, node: NodeRecord, kept: set[int], begin: int = 0) -> list[int]:
+        """The node's device pages from index `begin` on that may leave now, but for those in `kept`."""
+        pool, claimed = self._books.pool, self.claims[node]
+        return [
+            page
+            for index, page in enumerate(node.pages)
+            if page is not None
+            and index >= begin
+            and index not in kept
+            and index not in claimed
+            and pool.is_quiet(page)
+            and not pool.is_moving(page)
+        ]
 
     def _on_host(self) -> Pages:
         """Host pages that may be dropped, by node: under no ticket, neither pinned nor claimed."""

@@ -46,12 +46,14 @@ class Copy:
 
     Attributes:
         keys: content key of each page, 32 bytes over signature, salt, context and tokens; b"" where it is not known.
+        tokens: of each page's rows, a partial last page's fewer; () where they are not known.
         bases: stored position of row 0 of each page.
     """
 
     kind: Literal["store", "load"]
     pages: tuple[tuple[int, int], ...]
     keys: tuple[bytes, ...] = ()
+    tokens: tuple[tuple[int, ...], ...] = ()
     bases: tuple[int, ...] = ()
 
 

@@ -136,8 +136,9 @@ class Transfers:
         request = Copy(
             kind,
             tuple((page, copy.host) for copy, page in zip(copies, pages, strict=True)),
-            tuple(b"" if copy.content is None else copy.content.key for copy in copies),
-            tuple(copy.base for copy in copies),
+            keys=tuple(b"" if copy.content is None else copy.content.key for copy in copies),
+            tokens=tuple(() if copy.content is None else copy.content.tokens for copy in copies),
+            bases=tuple(copy.base for copy in copies),
         )
         error: str | None = None
         try:
