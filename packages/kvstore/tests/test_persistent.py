@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvstore_disk import PAGE_BYTES, BytesTransfer, base, content, directory, get, key, put, tokens
+from kvstore_disk import BytesTransfer, base, content, directory, get, key, put, tokens
 from kvstore_helpers import refused
 
 from dagengine_kvstore import Completion, Copy
-from dagengine_kvstore.conformance import TransferConformance
+from dagengine_kvstore.conformance import TransferContentsConformance
 from dagengine_kvstore.directory import PageDirectory
-from dagengine_kvstore.persistent import PersistentTransfer
+from dagengine_kvstore.directory_worker import Wanted
+from dagengine_kvstore.persistent import PersistentTransfer, Recalled
 
 
 def wait(condition: Callable[[], object]) -> None:
@@ -38,14 +39,25 @@ def store(pairs: dict[int, int], numbers: list[int]) -> Copy:
     return Copy(
         "store",
         tuple(pairs.items()),
-        tuple(key(number) for number in numbers),
-        tuple(base(number) for number in numbers),
-        tuple(tokens(number) for number in numbers),
+        keys=tuple(key(number) for number in numbers),
+        tokens=tuple(tokens(number) for number in numbers),
+        bases=tuple(base(number) for number in numbers),
     )
 
 
-def wanted(*pairs: tuple[int, int]) -> tuple[tuple[int, bytes, tuple[int, ...]], ...]:
-    return tuple((host, key(number), tokens(number)) for host, number in pairs)
+def wanted(*pairs: tuple[int, int]) -> list[Wanted]:
+    """(device page, number) each."""
+    return [Wanted(page, key(number), tokens(number)) for page, number in pairs]
+
+
+def recall(transfer: PersistentTransfer, asked: list[Wanted]) -> tuple[int, ...]:
+    """Bases of what came."""
+    number = transfer.recall(asked)
+    ended: list[Recalled] = []
+    wait(lambda: transfer.poll() or ended.extend(transfer.recalled()) or ended)
+    (recalled,) = ended
+    assert recalled.recall == number
+    return recalled.bases
 
 
 class Gate:
@@ -67,62 +79,102 @@ class Gate:
 
 
 def make(
-    path: Path, *, gated: bool = False, host: int = 6, **options: Any
+    path: Path, *, gated: bool = False, host: int = 8, **options: Any
 ) -> tuple[PersistentTransfer, BytesTransfer, Any]:
     inner = BytesTransfer([content(number) for number in range(8)], host)
     pages: Any = Gate(directory(path)) if gated else directory(path)
-    return PersistentTransfer(inner, inner.host, pages, **options), inner, pages
+    return PersistentTransfer(inner, inner.host, pages, **({"num_spare": 2} | options)), inner, pages
 
 
-class TestAsATransfer(TransferConformance):
+class TestAsATransfer(TransferContentsConformance):
     @pytest.fixture(autouse=True)
     def folder(self, tmp_path: Path) -> None:
         self.path = tmp_path
 
     def make(self) -> PersistentTransfer:
-        return make(self.path)[0]
+        self.made, self.inner, _ = make(self.path)
+        return self.made
+
+    def fill(self, transfer: Any, page: int, value: int) -> None:
+        self.inner.device[page] = content(value)
+
+    def contents(self, transfer: Any, page: int) -> object:
+        return self.inner.device[page]
 
 
 def test_what_is_stored_comes_back_by_content_in_another_process_life(tmp_path: Path) -> None:
     transfer, inner, _ = make(tmp_path)
+    assert transfer.num_host_pages == 6
     assert until(transfer, transfer.submit(store({3: 0, 5: 1, 6: 2}, [3, 5, 6]))) is None
     transfer.close()
     assert transfer.stats.pages_written == 3
     again, inner, _ = make(tmp_path)
     assert again.holds(key(5)) and not again.holds(key(4))
-    ticket = again.fetch(wanted((4, 6), (0, 3)))
-    assert until(again, ticket) is None
-    assert again.fetched(ticket) == (base(6), base(3))
-    assert bytes(inner.host.page(4)) == content(6) and bytes(inner.host.page(0)) == content(3)
-    with refused("unknown_ticket", "ticket"):
-        again.fetched(ticket)
-    assert until(again, again.submit(Copy("load", ((1, 4),)))) is None
-    assert inner.device[1] == content(6)
+    assert recall(again, wanted((0, 6), (7, 3), (1, 5))) == (base(6), base(3), base(5))
+    assert [inner.device[page] for page in (0, 7, 1)] == [content(6), content(3), content(5)]
+    assert again.stats.pages_recalled == 3
     again.close()
 
 
-def test_a_fetch_of_something_that_is_not_there_whole_is_absent(tmp_path: Path) -> None:
-    transfer, _, pages = make(tmp_path)
-    put(pages, 1)
-    put(pages, 2)
+def test_a_recall_ends_at_the_first_page_that_is_not_there_whole(tmp_path: Path) -> None:
+    transfer, inner, pages = make(tmp_path)
+    for number in (1, 2, 3, 4):
+        put(pages, number)
     (file,) = [file for file in tmp_path.glob("??/*.page") if content(2) in file.read_bytes()]
     file.write_bytes(file.read_bytes()[:-1])
-    for asked in (wanted((0, 1), (1, 9)), wanted((0, 2)), ((0, key(1), (99,)),)):
-        ticket = transfer.fetch(asked)
-        assert until(transfer, ticket) == "absent"
-        with refused("unknown_ticket"):
-            transfer.fetched(ticket)
-    assert until(transfer, empty := transfer.fetch(())) is None and transfer.fetched(empty) == ()
-    assert (transfer.stats.pages_fetched, transfer.stats.pages_absent) == (0, 3)
+    before = list(inner.device)
+    assert recall(transfer, wanted((0, 3), (5, 4), (6, 1), (7, 9), (2, 1))) == (base(3), base(4), base(1))
+    before[0], before[5], before[6] = content(3), content(4), content(1)
+    for asked in (wanted((7, 9)), wanted((7, 2)), [Wanted(7, key(1), (99,))], []):
+        assert recall(transfer, asked) == ()
+    assert inner.device == before
+    transfer.close()
+
+
+def test_recalls_of_many_pages_go_through_the_spare_ones_in_order(tmp_path: Path) -> None:
+    transfer, inner, pages = make(tmp_path)
+    for number in range(8):
+        put(pages, number)
+    first = transfer.recall(wanted(*((page, 7 - page) for page in range(5))))
+    second = transfer.recall(wanted((5, 5), (6, 6)))
+    ended: list[Recalled] = []
+    wait(lambda: transfer.poll() or ended.extend(transfer.recalled()) or len(ended) == 2)
+    assert ended == [
+        Recalled(first, tuple(base(7 - page) for page in range(5))),
+        Recalled(second, (base(5), base(6))),
+    ]
+    assert inner.device[:7] == [content(number) for number in (7, 6, 5, 4, 3, 5, 6)]
+    transfer.close()
+
+
+@pytest.mark.parametrize("how", ["refused", "failed"])
+def test_what_cannot_be_loaded_does_not_come(tmp_path: Path, how: str) -> None:
+    transfer, inner, pages = make(tmp_path)
+    put(pages, 1)
+    put(pages, 2)
+    submit = inner.submit
+
+    def fails(copy: Copy) -> int:
+        if how == "refused":
+            raise RuntimeError("no")
+        ticket = submit(copy)
+        inner.done[-1] = Completion(ticket, "no")
+        return ticket
+
+    inner.submit = fails  # type: ignore[method-assign]
+    assert recall(transfer, wanted((0, 1), (1, 2))) == ()
+    assert transfer.stats.pages_failed == 2
+    inner.submit = submit  # type: ignore[method-assign]
+    assert recall(transfer, wanted((0, 1), (1, 2))) == (base(1), base(2))
     transfer.close()
 
 
 def test_pages_without_a_key_are_not_written(tmp_path: Path) -> None:
     transfer, _, pages = make(tmp_path)
-    copy = Copy("store", ((0, 0), (1, 1)), (b"", key(1)), (0, base(1)), ((), tokens(1)))
+    copy = Copy("store", ((0, 0), (1, 1)), (b"", key(1)), ((), tokens(1)), (0, base(1)))
     assert until(transfer, transfer.submit(copy)) is None
     assert until(transfer, transfer.submit(Copy("store", ((2, 2),)))) is None
-    assert until(transfer, transfer.submit(Copy("load", ((2, 2),), (key(2),), (0,), (tokens(2),)))) is None
+    assert until(transfer, transfer.submit(Copy("load", ((2, 2),), (key(2),), (tokens(2),), (0,)))) is None
     transfer.close()
     assert pages.num_pages == 1 and get(pages, 1)
 
@@ -154,31 +206,22 @@ def test_more_pages_than_may_wait_give_up_the_oldest(tmp_path: Path) -> None:
     gate.open.release(9)
     transfer.close()
     assert [number for number in range(8) if get(gate.pages, number)] == [3, 4, 5]
-    with refused("invalid_size", "max_queued"):
-        make(tmp_path, max_queued=0)
+    for options, field in (
+        ({"max_queued": 0}, "max_queued"),
+        ({"num_spare": 0}, "num_spare"),
+        ({"num_spare": 9}, "num_spare"),
+    ):
+        with refused("invalid_size", field):
+            make(tmp_path, **options)
 
 
-def test_an_abort_takes_back_what_has_not_begun(tmp_path: Path) -> None:
+def test_an_abort_takes_back_what_is_held(tmp_path: Path) -> None:
     transfer, inner, gate = make(tmp_path, gated=True)
-    put(gate.pages, 1)
-    put(gate.pages, 2)
-    running = transfer.fetch(wanted((0, 1)))
+    assert until(transfer, transfer.submit(store({1: 3}, [1]))) is None
     gate.begun.acquire()
-    waiting = transfer.fetch(wanted((1, 2)))
-    assert not transfer.abort(running) and transfer.abort(waiting)
-    assert until(transfer, waiting) == "absent"
-    gate.open.release(9)
-    assert until(transfer, running) is None
-    assert transfer.abort(running) and transfer.abort(waiting) and transfer.abort(99)
-    assert not any(inner.host.page(1))
-    while gate.open.acquire(blocking=False):
-        pass
-    while gate.begun.acquire(blocking=False):
-        pass
-    assert until(transfer, transfer.submit(store({1: 3}, [4]))) is None
-    gate.begun.acquire()
-    held = transfer.submit(store({2: 3}, [5]))
+    held = transfer.submit(store({2: 3}, [2]))
     assert transfer.abort(held) and until(transfer, held) == "aborted"
+    assert transfer.abort(held) and transfer.abort(99)
     gate.open.release(9)
     transfer.close()
     assert bytes(inner.host.page(3)) == content(1)
@@ -196,7 +239,7 @@ def test_a_disk_that_fails_makes_pages_absent_and_nothing_else(tmp_path: Path) -
     inner = BytesTransfer([content(number) for number in range(8)], 6)
     transfer = PersistentTransfer(inner, inner.host, Full())  # type: ignore[arg-type]
     assert until(transfer, transfer.submit(store({1: 0, 2: 1}, [1, 2]))) is None
-    assert until(transfer, transfer.fetch(wanted((2, 1)))) == "absent"
+    assert recall(transfer, wanted((2, 1), (3, 2))) == ()
     transfer.close()
     assert transfer.stats.pages_failed == 3
 
@@ -208,63 +251,59 @@ def test_a_fault_of_the_thread_is_raised_where_somebody_polls() -> None:
 
     inner = BytesTransfer([], 6)
     transfer = PersistentTransfer(inner, inner.host, Broken())  # type: ignore[arg-type]
-    ticket = transfer.fetch(wanted((2, 1)))
     with pytest.raises(ZeroDivisionError):
-        until(transfer, ticket)
+        recall(transfer, wanted((2, 1)))
     transfer.close()
 
 
-def test_host_pages_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_the_spare_pages_are_not_the_stores(tmp_path: Path) -> None:
     transfer, _, _ = make(tmp_path)
     for page in (-1, 6):
         with refused("capacity", "pages"):
-            transfer.fetch(wanted((page, 1)))
+            transfer.submit(store({0: page}, [0]))
     assert transfer.poll() == []
     transfer.close()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_stores_loads_and_fetches_never_give_wrong_bytes(tmp_path: Path, seed: int) -> None:
-    """Host pages change hands while files are written from them and read into them; what is known of a page is true."""
+def test_random_stores_and_recalls_never_give_wrong_bytes(tmp_path: Path, seed: int) -> None:
+    """Host pages change hands while files are written from them; what comes back is what its content says."""
     rng = random.Random(seed)
     transfer, inner, pages = make(tmp_path)
-    host: dict[int, int | None] = {}  # host page -> number of its content
-    running: dict[int, tuple[str, tuple[tuple[int, int], ...]]] = {}
+    inner.device.extend(inner.device[:4])  # recalls go to the last 4
+    running: dict[int, list[int]] = {}
+    recalls: dict[int, list[int]] = {}
+    came = 0
 
     def poll() -> None:
+        nonlocal came
         for completion in transfer.poll():
-            kind, pairs = running.pop(completion.ticket)
-            if kind == "fetch":
-                for page, number in pairs:
-                    host[page] = number if completion.error is None else None
-                if completion.error is None:
-                    assert transfer.fetched(completion.ticket) == tuple(base(number) for _, number in pairs)
-            for page, number in pairs:
-                if host.get(page) is not None:
-                    assert bytes(inner.host.page(page)) == content(number), (kind, page, number)
+            assert completion.error is None
+            del running[completion.ticket]
+        for recalled in transfer.recalled():
+            numbers = recalls.pop(recalled.recall)
+            for place, got in enumerate(recalled.bases):
+                assert got == base(numbers[place]) and inner.device[8 + place] == content(numbers[place])
+            came += len(recalled.bases)
 
     for _ in range(400):
         poll()
         if rng.random() < 0.3:
             time.sleep(0.001)
-        busy = {page for _, pairs in running.values() for page, _ in pairs}
+        busy = {page for hosts in running.values() for page in hosts}
         free = [page for page in range(6) if page not in busy]
         chosen = rng.sample(free, min(len(free), rng.randint(1, 2)))
+        numbers = rng.sample(range(30), len(chosen))
         if not chosen:
             time.sleep(0.0005)
-            continue
-        numbers = rng.sample(range(30), len(chosen))
-        pairs = tuple(zip(chosen, numbers, strict=True))
-        if rng.random() < 0.6:
-            for page, number in pairs:
+        elif rng.random() < 0.6:
+            for page, number in zip(chosen, numbers, strict=True):
                 inner.device[page] = content(number)
-                host[page] = number
-            running[transfer.submit(store({page: page for page in chosen}, numbers))] = "store", pairs
-        else:
-            for page in chosen:
-                host[page] = None
-            running[transfer.fetch(wanted(*pairs))] = "fetch", pairs
-    wait(lambda: poll() or not running)
+            running[transfer.submit(store({page: page for page in chosen}, numbers))] = chosen
+        elif not recalls:
+            numbers = rng.sample(range(30), rng.randint(1, 4))
+            recalls[transfer.recall(wanted(*((8 + i, number) for i, number in enumerate(numbers))))] = numbers
+    wait(lambda: poll() or not (running or recalls))
     transfer.close()
     assert sum(get(pages, number) is not None for number in range(30)) == pages.num_pages > 10
-    assert transfer.stats.pages_fetched > 0 and PAGE_BYTES == len(inner.host.page(0))
+    assert came > 10

@@ -17,7 +17,7 @@ from kvstore_helpers import refused
 torch = pytest.importorskip("torch")
 
 from dagengine_kvstore import Completion, Copy  # noqa: E402
-from dagengine_kvstore.conformance import TransferConformance  # noqa: E402
+from dagengine_kvstore.conformance import TransferContentsConformance  # noqa: E402
 from dagengine_kvstore.extents import Method  # noqa: E402
 from dagengine_kvstore.host_arena import HostArena  # noqa: E402
 from dagengine_kvstore.torch_arena import TorchArena  # noqa: E402
@@ -70,16 +70,28 @@ def finish(transfer: TorchTransfer, *tickets: int) -> None:
     assert not left
 
 
-class TestOnTheCpu(TransferConformance):
+class TestOnTheCpu(TransferContentsConformance):
+    device = "cpu"
+
     def make(self) -> TorchTransfer:
-        return TorchTransfer(arena(), 4)
+        self.arena = arena(self.device)
+        return TorchTransfer(self.arena, 4)
+
+    def fill(self, transfer: Any, page: int, value: int) -> None:
+        fill(self.arena, page, value)
+
+    def contents(self, transfer: Any, page: int) -> object:
+        return content(self.arena, page)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-class TestOnAGpu(TransferConformance):
-    def make(self) -> TorchTransfer:
-        return TorchTransfer(arena("cuda"), 4)
+class TestOnAGpu(TestOnTheCpu):
+    device = "cuda"
+
+    def fill(self, transfer: Any, page: int, value: int) -> None:
+        super().fill(transfer, page, value)
+        torch.cuda.synchronize()  # the kit loads into pages that it has filled
 
 
 CASES = [("cpu", None), *(pytest.param("cuda", method, marks=GPU) for method in METHODS)]
