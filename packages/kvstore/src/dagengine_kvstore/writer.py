@@ -98,6 +98,44 @@ class PageWriter:
         self._books.note("match", self.node, tokens=reused)
         return reused
 
+    def page_keys(self, tokens: Sequence[int]) -> list[bytes]:
+        """Content keys of the full pages that the next tokens would fill: what a persistent tier knows them by.
+
+        Raises KVStoreError `match_misaligned` behind a page that is not full or not committed.
+        """
+        self._check_open()
+        size = self.page_size
+        if self._closed_tail or self.num_tokens % size or self._committed < self.num_tokens:
+            raise KVStoreError("match_misaligned", "ask behind full pages that are committed")
+        content, keys = self._content, []
+        for start in range(0, len(tokens) - size + 1, size):
+            content = Prefix(content, tuple(tokens[start : start + size]))
+            keys.append(content.key)
+        return keys
+
+    def adopt(self, tokens: Sequence[int], bases: Sequence[int]) -> None:
+        """The next tokens' KV was brought to the pages reserved for them, not computed: they count as committed.
+
+        Args:
+            tokens: of full pages.
+            bases: stored position of row 0 of each of these pages.
+
+        Raises as `page_keys` and `append`; KVStoreError `invalid_count` if tokens and pages do not match.
+        """
+        self.page_keys(())
+        size, first = self.page_size, len(self._tokens) // self.page_size
+        if len(tokens) != size * len(bases):
+            message = f"{len(bases)} pages hold {size * len(bases)} tokens, not {len(tokens)}"
+            raise KVStoreError("invalid_count", message, field="bases")
+        self.append(tokens)
+        for page, base in zip(self.pages[first : first + len(bases)], bases, strict=True):
+            self._books.pool.base[page] = base
+        self._committed = len(self._tokens)
+        while (self._known + 1) * size <= self._committed:
+            self._learn(self._tokens[self._known * size : (self._known + 1) * size])
+        self._books.tokens_recalled += len(tokens)
+        self._books.note("recalled", self.node, tokens=len(tokens))
+
     def pages_spare(self, count: int) -> int:
         """Pages reserved behind the next `count` tokens: what `give_back(count)` would give."""
         return max(0, len(self.pages) - -(-(self.num_tokens + count) // self.page_size))
@@ -109,7 +147,7 @@ class PageWriter:
             evict: whether states may be evicted for them.
 
         Raises:
-            OutOfPages (code `capacity`): nothing was changed.
+            OutOfPages (code `capacity`): nothing was dropped; states that must be stored first may be on their way.
             KVStoreError `partial_page_shared` behind a partial page attached by `match`.
         """
         self._check_open()
@@ -122,7 +160,7 @@ class PageWriter:
         if not needed:
             return
         after = self.pages[-1] if self.pages else None
-        pages = self._books.take_pages(self.node, needed, after, evict=evict)
+        pages = self._books.pressure.take_pages(self.node, needed, after, evict=evict)
         for page in pages:
             self._books.pool.base[page] = self.node.own_start + len(self.pages) * self._books.page_size
             self.pages.append(page)
