@@ -103,7 +103,13 @@ class Books:
             kept.setdefault(read.node, set()).update(self.holds.page_range(read.start, read.stop))
         found: dict[int, tuple[NodeRecord, list[int]]] = {}
         for node in self.nodes():
-            if not node.sealed or node.restoring or node in exclude or node in pinned:
+            if (
+                not node.sealed
+                or node.restoring
+                or node in exclude
+                or node in pinned
+                or not node.recomputable
+            ):
                 continue
             keep = kept.get(node, ())
             pages = [

@@ -9,8 +9,8 @@ components and opened, independent parts run side by side, what is too large for
     2. cycles     `MoveGraph.order` saves one move of each: its rows go to a spare page first. Where the spare pages do
                   not hold all that one island of the graph saves, these go to the host.
     3. waves      islands that save are packed into as few runs as the spare pages allow; the others go along.
-    4. width      a chain in which each waits for the next is as slow as it is long. While spare pages are left, chains
-                  are cut into pieces that run side by side, until about `width` pages move in a step.
+    4. width      a chain in which each waits for the next is as slow as it is long. While spare pages are left, long
+                  chains are cut into pieces that run side by side, until about `width` pages move in a step.
 
 Each value is turned once, on its last move. Deterministic; time O(n log n) for n moves of pages of a given size.
 """
@@ -26,6 +26,9 @@ from dagengine_kvstore.moves import Move, MovePlan, Step, StepKind
 
 DEFAULT_WIDTH = 32
 """Pages per step from which on steps cost little beside their bytes, where all layers of a model move together."""
+
+SHORT_CHAIN = 4
+"""Steps that are taken one after another rather than moving rows twice."""
 
 
 def plan_moves(
@@ -46,7 +49,7 @@ def plan_moves(
             raise KVStoreError("invalid_size", f"{field} must be at least 1, not {size}", field=field)
     asked = list(moves)
     _check(asked, page_size, spare)
-    todo = [move for move in asked if move.delta or not move.in_place]
+    todo = [move for move in asked if move[5] or not move.in_place]
     return _Planner(todo, page_size, spare, width).plan()
 
 
@@ -78,18 +81,20 @@ class _Planner:
         for wave, kept in waves:
             self._emit(wave, kept, host)
             host = []
-        steps = [step.moves for step in self.steps if step.kind is StepKind.MOVE]
+        rows = {(kind, in_place): 0 for kind in StepKind for in_place in (False, True)}
+        for kind, moves in self.steps:
+            for source, lo, hi, target, to, _ in moves:
+                rows[kind, source == target and lo == to] += hi - lo
+        copied = rows[StepKind.MOVE, False]
         return MovePlan(
             page_size=self.page_size,
             steps=tuple(self.steps),
-            num_rows=sum(hi - lo for _, lo, hi, _, _, _ in self.moves),
+            num_rows=sum([hi - lo for _, lo, hi, _, _, _ in self.moves]),
             num_spare_pages=self.num_spare_pages,
             num_host_pages=self.num_host_pages,
-            key_rows=sum(move.num_rows for step in steps for move in step),
-            value_rows=sum(move.num_rows for step in steps for move in step if not move.in_place),
-            host_rows=sum(
-                move.num_rows for step in self.steps if step.kind is not StepKind.MOVE for move in step.moves
-            ),
+            key_rows=copied + rows[StepKind.MOVE, True],
+            value_rows=copied,
+            host_rows=sum(count for (kind, _), count in rows.items() if kind is not StepKind.MOVE),
         )
 
     def _waves(
@@ -172,14 +177,12 @@ class _Planner:
         self._add(StepKind.MOVE, turns)
 
     def _cuts(self, order: Sequence[int], level: Sequence[int], safe: set[int], room: int) -> list[int]:
-        """Moves to be saved as well, so that chains are at most about len(order) / width long; `room` in pages."""
+        """Moves to be saved as well, so that chains get about len(order) / width long; `room` in pages."""
         depth = max((level[a] for a in order), default=0)
-        most = -(-len(order) // self.width)
+        most = max(SHORT_CHAIN, -(-len(order) // self.width))
         while room > 0 and depth > most:
             cuts = [
-                a
-                for a in order
-                if level[a] and not level[a] % most and a not in safe and self.graph.after[a]
+                a for a in order if level[a] and not level[a] % most and a not in safe and self.graph.after[a]
             ]
             if self._num_pages(cuts) <= room:
                 return cuts
@@ -202,7 +205,10 @@ class _Planner:
         return self._places(saved)[-1][0] + 1 if saved else 0
 
     def _add(self, kind: StepKind, moves: list[Move]) -> None:
-        if moves:
-            if kind is StepKind.MOVE:
-                moves.sort(key=lambda move: move.in_place)
-            self.steps.append(Step(kind, tuple(moves)))
+        if not moves:
+            return
+        if kind is StepKind.MOVE:
+            turns = [move for move in moves if move[0] == move[3] and move[1] == move[4]]
+            if turns:
+                moves = [move for move in moves if not move.in_place] + turns
+        self.steps.append(Step(kind, tuple(moves)))

@@ -1,8 +1,8 @@
 """Moves of KV rows between pages, and the protocol of what carries them out. Knows pages and rows; no tensors.
 
-    a move      page `source` | . . lo ~ ~ ~ hi . |  ──►  page `target` | . to ~ ~ ~ . . . . |     K turned by `delta`
-    a plan      steps one after another; inside a step no move writes what another one reads, so its moves may run in
-                any order or all at once. A move onto its own rows (`in_place`) turns K where it is and leaves V alone.
+a move      page `source` | . . lo ~ ~ ~ hi . |  ──►  page `target` | . to ~ ~ ~ . . . . |     K turned by `delta`
+a plan      steps one after another; inside a step no move writes what another one reads, so its moves may run in
+            any order or all at once. A move onto its own rows (`in_place`) turns K where it is and leaves V alone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Step(NamedTuple):
     @property
     def num_copies(self) -> int:
         """Moves that are not in place."""
-        return sum(not move.in_place for move in self.moves) if self.kind is StepKind.MOVE else len(self.moves)
+        if self.kind is not StepKind.MOVE:
+            return len(self.moves)
+        return next((i for i, move in enumerate(self.moves) if move.in_place), len(self.moves))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,11 @@ from dagengine_kvstore.events import EventLog
 from dagengine_kvstore.eviction import EvictionPolicy, eviction_policy
 from dagengine_kvstore.holds import Hold
 from dagengine_kvstore.leases import Lease
+from dagengine_kvstore.move_plan import DEFAULT_WIDTH
+from dagengine_kvstore.moves import Mover
 from dagengine_kvstore.nodes import NodeRecord
 from dagengine_kvstore.references import Parent, Read, check_held, check_readable, check_references
+from dagengine_kvstore.repositioning import Reposition, Repositioned, Repositioner
 from dagengine_kvstore.states import Handle, HandleTable
 from dagengine_kvstore.stats import StateInfo, StoreStats
 from dagengine_kvstore.tiers import Tier
@@ -258,14 +261,52 @@ class KVStore:
     def evict(self, node: NodeRecord) -> int:
         """Drop a node's own pages; its handles and its recipe stay. Returns the number of pages dropped.
 
-        Raises KVStoreError `state_not_sealed`, `parent_failed`, `state_in_use` (leased, pinned or restoring).
+        Raises KVStoreError `state_not_sealed`, `parent_failed`, `state_in_use` (leased, pinned or restoring),
+        `not_recomputable`.
         """
         check_readable(node, 0, node.length, None, "node")
+        if not node.recomputable:
+            message = f"node {node.uid} was repositioned, and its recipe does not give its bits again"
+            raise KVStoreError("not_recomputable", message, field="node")
         if node.leases or node.restoring or node in self._books.pinned():
             raise KVStoreError(
                 "state_in_use", f"node {node.uid} is leased, pinned or restoring", field="node"
             )
         return self._books.evict(node, {page for page in node.pages if page is not None})
+
+    def reposition(
+        self,
+        moves: Sequence[Reposition],
+        mover: Mover,
+        *,
+        copy: bool = False,
+        in_order: bool = False,
+        width: int = DEFAULT_WIDTH,
+    ) -> Repositioned:
+        """Make new nodes of the same tokens whose K is stored at other positions, for readers that cannot turn queries.
+
+        A new node is what its source would be with its own start and all that it reads shifted by the same distance:
+        its content is the source's, its K was turned once. It comes back sealed and held once, as by `seal`.
+
+        Args:
+            moves: sources and their new own starts; a source may occur several times.
+            mover: moves the rows; when it fails, no node is made, and sources in place are evicted.
+            copy: leave the sources as they are and write to other pages. Otherwise each source gives its pages to the
+                first node made of it and is evicted: its handles and its recipe stay.
+            in_order: deal the pages given up out in ascending order to the nodes made in place.
+            width: as in `plan_moves`; up to so many free pages serve as spare ones where pages trade places.
+
+        Raises:
+            NotResident; OutOfPages; KVStoreError `state_not_sealed`, `parent_failed`, `state_released`,
+            `span_out_of_range` (no token), `invalid_position` (something would be at a negative position),
+            `already_repositioned` (K would be turned a second time), and unless `copy`: `state_shared` (somebody else
+            holds the source, or shares its pages), `state_in_use` (leased, pinned, restoring, or touched by an open
+            step), `not_recomputable`.
+        """
+        repositioner = Repositioner(self._books, strict=not self._reuse_across_positions)
+        made = repositioner.run(moves, mover, self._next_uid, copy=copy, in_order=in_order, width=width)
+        self._next_uid += len(made.nodes)
+        return made
 
     def tier(self, node: NodeRecord) -> Tier:
         """DEVICE if all that is held of a sealed node is resident, else NOWHERE."""
