@@ -135,7 +135,7 @@ class Repositioner:
             deltas = tuple(asked.own_start + i * size - pool.base[page] for i, page in enumerate(pages))
             for page, delta in zip(pages, deltas, strict=True):
                 if delta and pool.turned[page]:
-                    message = f"K of node {node.uid} was turned before; take the node it was made of, or compute it again"
+                    message = f"K of node {node.uid} was turned before; take what it was made of, or compute it again"
                     raise KVStoreError("already_repositioned", message, field=f"{field}.node")
             in_place = not copy and node not in given
             if in_place:
