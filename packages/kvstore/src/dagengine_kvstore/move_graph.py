@@ -10,7 +10,6 @@ without recursion. Everything is linear in moves and pairs (b, a).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from dagengine_kvstore.errors import KVStoreError
@@ -30,25 +29,18 @@ class MoveGraph:
     def __init__(self, moves: Sequence[Move]) -> None:
         self.before: list[list[int]] = [[] for _ in moves]
         self.after: list[list[int]] = [[] for _ in moves]
-        reads: defaultdict[int, list[int]] = defaultdict(list)
-        writes: defaultdict[int, list[int]] = defaultdict(list)
-        for index, move in enumerate(moves):
-            reads[move.source].append(index)
-            writes[move.target].append(index)
-        for page, writers in writes.items():
-            if len(writers) > 1:
-                _check_apart(moves, writers)
-            readers = reads.get(page)
-            if readers is None:
-                continue
-            for a in writers:
-                _, lo, hi, _, to, _ = moves[a]
-                end = to + hi - lo
-                for b in readers:
-                    other = moves[b]
-                    if other.lo < end and to < other.hi and not (a == b and to == lo):
-                        self.before[a].append(b)
-                        self.after[b].append(a)
+        writers: dict[int, list[int]] = {}
+        for index, (_, _, _, target, _, _) in enumerate(moves):
+            writers.setdefault(target, []).append(index)
+        if len(writers) < len(moves):
+            for found in writers.values():
+                _check_apart(moves, found)
+        for b, (source, lo, hi, _, _, _) in enumerate(moves):
+            for a in writers.get(source, ()):
+                _, first, last, _, to, _ = moves[a]
+                if lo < to + last - first and to < hi and not (a == b and to == lo):
+                    self.before[a].append(b)
+                    self.after[b].append(a)
 
     def __len__(self) -> int:
         return len(self.before)
@@ -131,7 +123,9 @@ class MoveGraph:
         for a in order:
             least = 1 if a in saved else 0
             for b in self.before[a]:
-                least = max(least, 1 if b in saved else level[b] + 1)
+                behind = 1 if b in saved else level[b] + 1
+                if behind > least:
+                    least = behind
             level[a] = least
         return level
 
@@ -140,6 +134,9 @@ class MoveGraph:
 
         Walks from a move to one that it waits for, until the walk meets itself: its end is on a cycle and is saved.
         """
+        if sum(len(self.after[a]) for a in component) == len(component):
+            self._open_circle(component[0], order, saved)
+            return
         inside, done, safe = set(component), set[int](), set[int]()
         waits = {a: sum(b in inside for b in self.before[a]) for a in component}
         rest = {a: iter(self.before[a]) for a in component}
@@ -175,6 +172,15 @@ class MoveGraph:
                 saved.append(a)
                 met.discard(walk.pop())
                 has_read(a)
+
+    def _open_circle(self, start: int, order: list[int], saved: list[int]) -> None:
+        """The same for a cycle that nothing else is connected with but what reads before it."""
+        saved.append(start)
+        (a,) = self.after[start]
+        while a != start:
+            order.append(a)
+            (a,) = self.after[a]
+        order.append(start)
 
 
 def _check_apart(moves: Sequence[Move], writers: Sequence[int]) -> None:

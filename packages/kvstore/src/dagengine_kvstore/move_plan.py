@@ -58,10 +58,10 @@ def _check(moves: Sequence[Move], page_size: int, spare: Sequence[int]) -> None:
     if len(reserved) < len(spare) or any(page < 0 for page in spare):
         raise KVStoreError("invalid_moves", "spare pages are distinct and not negative", field="spare")
     for index, (source, lo, hi, target, to, _) in enumerate(moves):
-        if not (0 <= lo < hi <= page_size and 0 <= to <= page_size - hi + lo and source >= 0 <= target):
+        if not 0 <= lo < hi <= page_size or not 0 <= to <= page_size - hi + lo or source < 0 or target < 0:
             message = f"rows {lo} .. {hi} to {to} are not within pages of {page_size}, or a page is negative"
             raise KVStoreError("invalid_moves", message, field=f"moves[{index}]")
-        if source in reserved or target in reserved:
+        if reserved and (source in reserved or target in reserved):
             raise KVStoreError("invalid_moves", "a spare page is moved", field=f"moves[{index}]")
 
 
@@ -73,14 +73,17 @@ class _Planner:
         self.num_spare_pages = self.num_host_pages = 0
 
     def plan(self) -> MovePlan:
-        order, saved = self.graph.order()
-        host: list[int] = []
-        waves = [(order, saved)]
-        if self._num_pages(saved) > len(self.spare):
-            waves, host = self._waves(order, saved)
-        for wave, kept in waves:
-            self._emit(wave, kept, host)
-            host = []
+        if not any(self.graph.before):
+            self._add(StepKind.MOVE, list(self.moves))
+        else:
+            order, saved = self.graph.order()
+            host: list[int] = []
+            waves = [(order, saved)]
+            if self._num_pages(saved) > len(self.spare):
+                waves, host = self._waves(order, saved)
+            for wave, kept in waves:
+                self._emit(wave, kept, host)
+                host = []
         rows = {(kind, in_place): 0 for kind in StepKind for in_place in (False, True)}
         for kind, moves in self.steps:
             for source, lo, hi, target, to, _ in moves:
