@@ -296,6 +296,28 @@ def test_a_fork_repositions_the_tokens_that_it_shows(store: KVStore) -> None:
         store.reposition([Reposition(source, 50, 10)], rows, copy=True)
 
 
+def test_a_fork_that_alone_is_held_takes_its_pages_in_place(store: KVStore) -> None:
+    rows = Rows(store)
+    source = document(store, rows)
+    fork = store.name(source, at=6)
+    store.unhold(source)
+    assert source.pages[2] is None
+    (node,) = store.reposition([Reposition(source, 50, 6)], rows).nodes
+    assert rows.read(node) == moved(range(10, 16), 0, 50)
+    assert source.pages == [None] * 3
+    restore = store.restore(source)
+    restore.rollback()
+    assert len(restore.todo) == 8, "all of the page that the fork ends in"
+    restore.abort()
+    store.release(fork)
+    store.unhold(node)
+    assert_all_pages_back(store)
+
+
+def test_no_moves_make_no_nodes(store: KVStore) -> None:
+    assert store.reposition([], Rows(store)).nodes == ()
+
+
 def test_copies_evict_others_but_never_a_source() -> None:
     store = make_store(6, SIZE)
     rows = Rows(store)

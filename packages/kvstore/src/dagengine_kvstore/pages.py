@@ -84,15 +84,14 @@ class FreeRuns:
 
     def remove(self, page: int) -> None:
         """Take this very page, which is in the set."""
+        assert page in self
         start = self._starts[bisect_right(self._starts, page) - 1]
-        end = start + self._length[start]
         self._cut(start, page + 1 - start)
         if start < page:
             insort(self._starts, start)
             self._length[start] = page - start
             self._start_of[page] = start
             self._count += page - start
-        assert start <= page < end
 
     def _cut(self, start: int, count: int) -> range:
         length = self._length.pop(start)

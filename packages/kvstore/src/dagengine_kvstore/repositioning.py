@@ -161,7 +161,8 @@ class Repositioner:
         if sum(node.cover.values()) > 1 or node.root.refs > 1 or any(pool.refs[page] > 1 for page in pages):
             message = f"others hold node {node.uid} or share its pages; ask for a copy"
             raise KVStoreError("state_shared", message, field=field)
-        if not all(pool.is_quiet(page) for page in pages):
+        _, free_to_go = self._books.evictable().get(node.uid, (node, []))
+        if not set(pages) <= set(free_to_go):
             message = f"an open step may touch node {node.uid}; end it first, or ask for a copy"
             raise KVStoreError("state_in_use", message, field=field)
 
