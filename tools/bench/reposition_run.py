@@ -29,6 +29,8 @@ COPY = "plain copy of this run"
 RATE = "tokens/ms"
 WORST_ERROR = {torch.bfloat16: 4e-3, torch.float32: 2e-6}
 CHECKED = 12
+MOST_STEPS_BY_LAYER = 100
+"""Plans of more steps are not timed layer by layer, which takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +130,9 @@ def _measure(run: Run, case: Case, pages: int, copied: float) -> None:
         ("bandwidth", 2 * written / median(running) / 1e6, "GB/s"),
     ):
         run.add(Figure.count(case.name, backend, metric, value, unit))
-    if backend.endswith("concatenated"):
+    if backend.endswith("concatenated") and len(plan.steps) <= MOST_STEPS_BY_LAYER:
         with _layer_by_layer():
-            alone = _times(lambda: mover.run(plan), max(3, run.repeats // 4))
+            alone = _times(lambda: mover.run(plan), max(3, run.repeats // 10))
         _rates(run, case.name, "cuda, layer by layer", RATE, case.tokens, alone, copied)
 
 

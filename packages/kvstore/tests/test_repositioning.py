@@ -314,6 +314,14 @@ def test_a_fork_that_alone_is_held_takes_its_pages_in_place(store: KVStore) -> N
     assert_all_pages_back(store)
 
 
+def test_a_width_below_1_is_refused_before_anything_happens(store: KVStore) -> None:
+    rows = Rows(store)
+    source = document(store, rows)
+    with refused("invalid_size", "width"):
+        store.reposition([Reposition(source, 9)], rows, width=0)
+    assert None not in source.pages
+
+
 def test_no_moves_make_no_nodes(store: KVStore) -> None:
     assert store.reposition([], Rows(store)).nodes == ()
 

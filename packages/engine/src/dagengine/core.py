@@ -195,8 +195,9 @@ class EngineCore:
         """
         try:
             ref = self.preparer.resolve(ContextRef(state=state_id), 0, salt)
-            node, stop = ref.node, self.store.resolve(state_id, salt)[1]
+            node = ref.node
             assert isinstance(node, NodeRecord)
+            stop = node.length if ref.at is None else ref.at
             self.preparer.check_start(node, stop, start)
             if not copy:
                 while self._pipeline.num_in_flight:
@@ -207,9 +208,9 @@ class EngineCore:
             found = as_dag_error(error, "state")
             field = "start" if (found.field or "").endswith(("start", "own_start")) else "state"
             raise DagError(found.code, found.message, field) from None
-        self.preparer.adopt(made, node)
         keep = keep or Keep()
         try:
+            self.preparer.adopt(made, node)
             return self.store.name(made, salt=salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin)
         except Exception as error:
             raise as_dag_error(error, "state") from None

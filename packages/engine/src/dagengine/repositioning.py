@@ -34,7 +34,14 @@ class PageMover:
 
     @torch.inference_mode()
     def run(self, plan: MovePlan) -> None:
-        """As `Mover.run`; waits for the device."""
+        """As `Mover.run`; waits for the device, also where it raises."""
+        try:
+            self._run(plan)
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+
+    def _run(self, plan: MovePlan) -> None:
         moves = _array([move for kind, listed in plan.steps if kind is StepKind.MOVE for move in listed])
         relocations = [Relocation(moves, layers, rotary) for layers, rotary in self._groups]
         host = self._host_pages(plan)
@@ -50,8 +57,6 @@ class PageMover:
                     relocation.run(begin, middle)
                     relocation.run(middle, end, with_v=False)
                 begin = end
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
 
     def _host_pages(self, plan: MovePlan) -> list[Tensor]:
         """Per layer [host pages, rows, 2, Hkv, D] in host memory."""

@@ -44,13 +44,21 @@ def plan_moves(
         KVStoreError `invalid_moves`: rows outside of a page, rows written twice, a spare page that is moved; `field`
             names the move. `invalid_size` for a page size or a width below 1.
     """
-    for field, size in (("page_size", page_size), ("width", width)):
-        if size < 1:
-            raise KVStoreError("invalid_size", f"{field} must be at least 1, not {size}", field=field)
+    check_width(width)
+    if page_size < 1:
+        raise KVStoreError(
+            "invalid_size", f"page_size must be at least 1, not {page_size}", field="page_size"
+        )
     asked = list(moves)
     _check(asked, page_size, spare)
     todo = [move for move in asked if move[5] or not move.in_place]
     return _Planner(todo, page_size, spare, width).plan()
+
+
+def check_width(width: int) -> None:
+    """Raises KVStoreError `invalid_size` for a width below 1."""
+    if width < 1:
+        raise KVStoreError("invalid_size", f"width must be at least 1, not {width}", field="width")
 
 
 def _check(moves: Sequence[Move], page_size: int, spare: Sequence[int]) -> None:

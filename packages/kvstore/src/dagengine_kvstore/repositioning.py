@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from dagengine_kvstore.errors import KVStoreError, NotResident
 from dagengine_kvstore.leases import Lease
-from dagengine_kvstore.move_plan import plan_moves
+from dagengine_kvstore.move_plan import check_width, plan_moves
 from dagengine_kvstore.moves import Move, MovePlan, Mover
 from dagengine_kvstore.nodes import NodeRecord
 from dagengine_kvstore.references import Read, check_held, check_readable
@@ -88,6 +88,7 @@ class Repositioner:
         self, moves: Sequence[Reposition], mover: Mover, uid: int, *, copy: bool, in_order: bool, width: int
     ) -> Repositioned:
         """As KVStore.reposition; the new nodes' uids count from `uid`."""
+        check_width(width)
         jobs = self._jobs(tuple(moves), copy)
         pool = self._books.pool
         num_fresh = sum(len(job.sources) for job in jobs if not job.in_place)
