@@ -11,7 +11,8 @@ ABOUT = """Wall-clock times of `PageMover.run` over all layers: the plan's array
 waiting for the device. Rates count the tokens asked for, however often a plan moves them; p95 and p99 are the rates of
 the slow ends. Planning is pure Python on the host; the last columns say what it takes. Each case's rows were checked
 against float64 first. The bound is 10,000 tokens/ms for copies; beside the rates stand 500 tokens/ms, published for
-CIDRA and not measured here. Reading with a delta moves nothing and needs none of this. This page is generated from the JSON lines beside it."""
+CIDRA and not measured here. Reading with a delta moves nothing and needs none of this. This page is generated from the
+JSON lines beside it."""
 
 COLUMNS = (
     ("p50", RATE, "p50"),
