@@ -1,8 +1,16 @@
 """A paged KV store whose states are shared by a graph of requests. See KVStore."""
 
-from dagengine_kvstore.errors import KVStoreError, LeakError, NotResident, OutOfPages
+from dagengine_kvstore.costs import CostModel
+from dagengine_kvstore.errors import (
+    KVStoreError,
+    LeakError,
+    NotResident,
+    OutOfHostPages,
+    OutOfPages,
+    PinBudgetExceeded,
+)
 from dagengine_kvstore.events import Event, EventLog
-from dagengine_kvstore.eviction import Candidate, EvictionPolicy, LeastRecentlyUsed
+from dagengine_kvstore.eviction import Candidate, EvictionPolicy, LeastRecentlyUsed, NextUse
 from dagengine_kvstore.layout import KVLayout, LayerGroupLayout
 from dagengine_kvstore.leases import Lease
 from dagengine_kvstore.move_plan import plan_moves
@@ -20,6 +28,7 @@ __all__ = [
     "Candidate",
     "Completion",
     "Copy",
+    "CostModel",
     "Event",
     "EventLog",
     "EvictionPolicy",
@@ -35,12 +44,15 @@ __all__ = [
     "Move",
     "MovePlan",
     "Mover",
+    "NextUse",
     "NoTransfer",
     "NodeRecord",
     "NodeStatus",
     "NotResident",
+    "OutOfHostPages",
     "OutOfPages",
     "Parent",
+    "PinBudgetExceeded",
     "Plugin",
     "Read",
     "Recipe",

@@ -26,7 +26,9 @@ from dagengine_kvstore.move_plan import check_width, plan_moves
 from dagengine_kvstore.moves import Move, MovePlan, Mover
 from dagengine_kvstore.nodes import NodeRecord
 from dagengine_kvstore.references import Read, check_held, check_readable
+from dagengine_kvstore.residency import page_tier
 from dagengine_kvstore.reuse import Context, Prefix
+from dagengine_kvstore.tiers import Tier
 from dagengine_kvstore.writer import Writer
 
 if TYPE_CHECKING:
@@ -95,7 +97,7 @@ class Repositioner:
         fresh: list[int] = []
         if num_fresh:
             with self._kept(jobs):
-                fresh = self._books.take_pages(jobs[0].asked.node, num_fresh, None)
+                fresh = self._books.pressure.take_pages(jobs[0].asked.node, num_fresh, None, evict=True)
         given = [page for job in jobs if job.in_place for page in job.sources]
         for job in jobs:
             if job.in_place:
@@ -122,7 +124,7 @@ class Repositioner:
     def _jobs(self, moves: tuple[Reposition, ...], copy: bool) -> list[_Job]:
         """What is to be done; raises all refusals that need no page to be seen."""
         jobs: list[_Job] = []
-        missing: dict[NodeRecord, None] = {}
+        missing: dict[NodeRecord, set[Tier]] = {}
         given: set[NodeRecord] = set()
         pool, size = self._books.pool, self._books.page_size
         for index, asked in enumerate(moves):
@@ -131,7 +133,8 @@ class Repositioner:
             count = -(-asked.num_tokens // size)
             pages = tuple(page for page in node.pages[:count] if page is not None)
             if len(pages) < count:
-                missing[node] = None
+                tiers = {page_tier(node, i) for i in range(count) if node.pages[i] is None}
+                missing.setdefault(node, set()).update(tiers)
                 continue
             deltas = tuple(asked.own_start + i * size - pool.base[page] for i, page in enumerate(pages))
             for page, delta in zip(pages, deltas, strict=True):
@@ -147,7 +150,10 @@ class Repositioner:
             )
             jobs.append(_Job(asked, pages, deltas, turned, in_place))
         if missing:
-            raise NotResident(tuple(missing))
+            on_host = [node for node, tiers in missing.items() if Tier.NOWHERE not in tiers]
+            raise NotResident(
+                tuple(missing), on_host, [node for node in on_host if missing[node] == {Tier.LOADING}]
+            )
         return jobs
 
     def _check_owned(self, node: NodeRecord, pages: Sequence[int], field: str) -> None:
@@ -162,9 +168,8 @@ class Repositioner:
         if sum(node.cover.values()) > 1 or node.root.refs > 1 or any(pool.refs[page] > 1 for page in pages):
             message = f"others hold node {node.uid} or share its pages; ask for a copy"
             raise KVStoreError("state_shared", message, field=field)
-        _, free_to_go = self._books.evictable().get(node.uid, (node, []))
-        if not set(pages) <= set(free_to_go):
-            message = f"an open step may touch node {node.uid}; end it first, or ask for a copy"
+        if not all(pool.is_quiet(page) and not pool.is_moving(page) for page in pages):
+            message = f"an open step or a transfer may touch node {node.uid}; end it first, or ask for a copy"
             raise KVStoreError("state_in_use", message, field=field)
 
     @contextmanager
