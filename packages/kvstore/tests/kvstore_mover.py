@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dagengine_kvstore import Move, MovePlan, StepKind
+from dagengine_kvstore import Extent, KVStore, Move, MovePlan, NodeRecord, Read, StepKind
 
 Row = tuple[object, object]  # K, V
+SIZE = 4
 
 
 def turn(key: object, delta: int) -> object:
@@ -77,3 +78,36 @@ class ListMover:
                 if not move.in_place:
                     self.values += 1
                 self.rows[end] = turn(key, delta), value
+
+
+class Rows(ListMover):
+    """An arena in which a row holds its token and the position that its K was computed at, once told."""
+
+    def __init__(self, store: KVStore) -> None:
+        super().__init__([(None, None)] * (store.num_pages * SIZE), SIZE)
+        self.store = store
+
+    def compute(self, node: NodeRecord, first: int = 0) -> None:
+        """Write the rows of a node's pages from number `first` on."""
+        for index, (page, lo, hi, stored) in list(enumerate(extents(self.store, node)))[first:]:
+            for row in range(lo, hi):
+                token = node.tokens[index * SIZE + row]
+                self.rows[page * SIZE + row] = (f"{token}@{stored + row - lo}", token)
+
+    def read(self, node: NodeRecord) -> list[tuple[object, object, int]]:
+        """K, V and claimed position of a node's tokens."""
+        return [
+            (*self.rows[page * SIZE + lo + row], stored + row)
+            for page, lo, hi, stored in extents(self.store, node)
+            for row in range(hi - lo)
+        ]
+
+
+def extents(store: KVStore, node: NodeRecord) -> list[Extent]:
+    with store.lease([Read(node, 0, node.length)]) as lease:
+        return lease.extents(0)
+
+
+def moved(tokens: Sequence[int], start: int, delta: int) -> list[tuple[object, object, int]]:
+    """What tokens computed from `start` on look like after one turn."""
+    return [((f"{token}@{start + i}", delta), token, start + i + delta) for i, token in enumerate(tokens)]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 from kvstore_helpers import SIGNATURE, assert_all_pages_back, child, make_store, refused, write
-from kvstore_mover import ListMover
+from kvstore_mover import SIZE, Rows, moved
 
 from dagengine_kvstore import (
     KVStore,
@@ -19,7 +19,6 @@ from dagengine_kvstore import (
     StepKind,
 )
 
-SIZE = 4
 REFUSED = {
     "already_repositioned",
     "state_shared",
@@ -28,39 +27,6 @@ REFUSED = {
     "not_resident",
     "capacity",
 }
-
-
-class Rows(ListMover):
-    """An arena in which a row holds its token and the position that its K was computed at, once told."""
-
-    def __init__(self, store: KVStore) -> None:
-        super().__init__([(None, None)] * (store.num_pages * SIZE), SIZE)
-        self.store = store
-
-    def compute(self, node: NodeRecord, first: int = 0) -> None:
-        """Write the rows of a node's pages from number `first` on."""
-        for index, (page, lo, hi, stored) in list(enumerate(extents(self.store, node)))[first:]:
-            for row in range(lo, hi):
-                token = node.tokens[index * SIZE + row]
-                self.rows[page * SIZE + row] = (f"{token}@{stored + row - lo}", token)
-
-    def read(self, node: NodeRecord) -> list[tuple[object, object, int]]:
-        """K, V and claimed position of a node's tokens."""
-        return [
-            (*self.rows[page * SIZE + lo + row], stored + row)
-            for page, lo, hi, stored in extents(self.store, node)
-            for row in range(hi - lo)
-        ]
-
-
-def extents(store: KVStore, node: NodeRecord) -> list:
-    with store.lease([Read(node, 0, node.length)]) as lease:
-        return lease.extents(0)
-
-
-def moved(tokens: Sequence[int], start: int, delta: int) -> list[tuple[object, object, int]]:
-    """What tokens computed from `start` on look like after one turn."""
-    return [((f"{token}@{start + i}", delta), token, start + i + delta) for i, token in enumerate(tokens)]
 
 
 @pytest.fixture

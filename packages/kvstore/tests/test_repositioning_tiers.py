@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvstore_helpers import SIGNATURE, refused, write
-from test_repositioning import SIZE, Rows, moved
+from kvstore_mover import SIZE, Rows, moved
 
 from dagengine_kvstore import KVStore, NodeRecord, NotResident, OutOfHostPages, OutOfPages, Reposition, Tier
 from dagengine_kvstore.fake_transfer import FakeTransfer
