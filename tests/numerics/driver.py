@@ -121,7 +121,7 @@ class Driver:
                 try:
                     dropped += self.core.store.evict(record)
                 except KVStoreError as error:
-                    assert error.code == "state_in_use", error
+                    assert error.code in ("state_in_use", "not_recomputable"), error
         self._spoil_unused()
         return dropped
 

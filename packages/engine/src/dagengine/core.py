@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dagengine_kernels import AttentionBackend
-from dagengine_kvstore import KVStore, KVStoreError, NodeRecord
+from dagengine_kvstore import KVStore, KVStoreError, NodeRecord, Reposition
 from dagengine_positions import ModelAdapter, ModelGeometry
 
 from .attention import choose_backend, make_backend
@@ -181,6 +181,41 @@ class EngineCore:
             )
         except Exception as error:
             raise as_dag_error(error, "state") from None
+
+    def reposition(
+        self, state_id: str, start: int, *, salt: str = "", copy: bool = False, keep: Keep | None = None
+    ) -> str:
+        """A new state of the same tokens whose K is stored from position `start` on, for readers without deltas.
+
+        Without `copy` it takes the pages of the state, which then is recomputed when somebody reads it; steps in flight
+        are collected first.
+
+        Raises:
+            DagError: the store's refusals, `position_overflow`, the adapter's; the field is `state` or `start`.
+        """
+        try:
+            ref = self.preparer.resolve(ContextRef(state=state_id), 0, salt)
+            node = ref.node
+            assert isinstance(node, NodeRecord)
+            stop = node.length if ref.at is None else ref.at
+            self.preparer.check_start(node, stop, start)
+            if not copy:
+                while self._pipeline.num_in_flight:
+                    self._collect()
+            mover = self._runner.page_mover()
+            (made,) = self.store.reposition([Reposition(node, start, stop)], mover, copy=copy).nodes
+        except Exception as error:
+            found = as_dag_error(error, "state")
+            field = "start" if (found.field or "").endswith(("start", "own_start")) else "state"
+            raise DagError(found.code, found.message, field) from None
+        keep = keep or Keep()
+        try:
+            self.preparer.adopt(made, node)
+            return self.store.name(made, salt=salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin)
+        except Exception as error:
+            raise as_dag_error(error, "state") from None
+        finally:
+            self.store.unhold(made)
 
     def release_state(self, state_id: str, *, salt: str | None = None) -> None:
         """End a handle; whoever reads the state keeps it. Raises DagError `state_not_found`, `state_released`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import count
 from weakref import WeakValueDictionary
 
@@ -26,7 +26,7 @@ from dagengine_core_graph import (
     make_reference,
 )
 from dagengine_kvstore import KVStore, Lease, NodeRecord, NotResident, Parent, Read, Writer
-from dagengine_positions import Layout, ModelAdapter, ModelGeometry, check_room, lay_out
+from dagengine_positions import Layout, ModelAdapter, ModelGeometry, Segment, check_room, lay_out
 
 from .errors import DagError, as_dag_error, shown
 from .request import ContextRef, Request
@@ -213,6 +213,32 @@ class Preparer:
         uid = writer.node.uid
         writer.abort()
         self.graph.drop(uid)
+
+    def check_start(self, node: NodeRecord, stop: int, start: int) -> None:
+        """Whether the first `stop` tokens of a node may be stored from position `start` on. Raises: DagError."""
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise DagError("invalid_request", f"start is a position from 0 on, not {shown(start)}", "start")
+        try:
+            check_room(start, stop, 0, self._max_model_len)
+            segment = Segment(node.uid, 0, stop, start, start - node.own_start)
+            layout = Layout("reposition", (segment,), start + stop, stop)
+            refusals = self._adapter.check(self._geometry, layout)
+            if refusals:
+                raise as_dag_error(refusals[0])
+        except Exception as error:
+            found = as_dag_error(error)
+            raise DagError(found.code, found.message, "start") from None
+
+    def adopt(self, node: NodeRecord, source: NodeRecord) -> None:
+        """Put a sealed node that the store made of another one into the graph, with its references and spans."""
+        of = self.graph.node(source.uid)
+        spans = {
+            field.name: span and (min(span[0], node.length), min(span[1], node.length))
+            for field in fields(of.spans)
+            for span in [getattr(of.spans, field.name)]
+        }
+        self._records[node.uid] = node
+        self.graph.add(node.uid, of.context, length=node.length, spans=NodeSpans(**spans), sealed=True)
 
     def forget_dropped(self) -> None:
         """Drop graph nodes whose records nobody can reach any more."""

@@ -35,6 +35,7 @@ from dagengine_positions import LayerGroup, ModelGeometry
 
 from .models.norm import RMSNorm
 from .models.registry import Model
+from .repositioning import PageMover
 from .work import Work
 
 
@@ -101,6 +102,10 @@ class Runner:
         until the next launch.
         """
         return self.forward(self.build_input(chunks, pending), backend)
+
+    def page_mover(self) -> PageMover:
+        """What moves rows of the arena's pages, behind everything launched so far."""
+        return PageMover(self.arena, [(group.layers, rotary) for group, _, rotary in self._groups])
 
     def marker(self) -> Callable[[], None]:
         """A mark behind everything launched so far: call it to wait until the device has passed it."""

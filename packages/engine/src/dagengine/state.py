@@ -67,6 +67,18 @@ class State:
         spans = {name: (min(a, at), min(b, at)) for name, (a, b) in self.spans.items()}
         return State(self._engine, forked, spans)
 
+    def reposition(self, start: int, *, copy: bool = False) -> State:
+        """A new state of the same tokens whose K is stored from position `start` on.
+
+        Reading turns queries instead and moves nothing: this is for whoever reads pages with other kernels. Without
+        `copy` the new state takes this one's pages, and this one is computed again when it is read.
+
+        Raises DagError: `state_shared` or `state_in_use` where others may read the pages (ask for a copy),
+        `already_repositioned`, `not_resident`, `position_overflow`.
+        """
+        moved = self._engine.ask(lambda core: core.reposition(self.id, start, copy=copy))
+        return State(self._engine, moved, self.spans)
+
     def release(self) -> None:
         """Let go of the state; whatever reads it keeps what it reads. Releasing twice is no error."""
         self._finalizer()

@@ -13,9 +13,12 @@ from dagengine_kvstore.events import Event, EventLog
 from dagengine_kvstore.eviction import Candidate, EvictionPolicy, LeastRecentlyUsed, NextUse
 from dagengine_kvstore.layout import KVLayout, LayerGroupLayout
 from dagengine_kvstore.leases import Lease
+from dagengine_kvstore.move_plan import plan_moves
+from dagengine_kvstore.moves import Move, MovePlan, Mover, Step, StepKind
 from dagengine_kvstore.nodes import Extent, NodeRecord, NodeStatus, Recipe
 from dagengine_kvstore.references import Mode, Parent, Read
 from dagengine_kvstore.registry import Plugin, plugins
+from dagengine_kvstore.repositioning import Reposition, Repositioned
 from dagengine_kvstore.stats import StateInfo, StoreStats
 from dagengine_kvstore.store import KVStore
 from dagengine_kvstore.tiers import Completion, Copy, NoTransfer, Tier, Transfer
@@ -38,6 +41,9 @@ __all__ = [
     "Lease",
     "LeastRecentlyUsed",
     "Mode",
+    "Move",
+    "MovePlan",
+    "Mover",
     "NextUse",
     "NoTransfer",
     "NodeRecord",
@@ -50,11 +56,16 @@ __all__ = [
     "Plugin",
     "Read",
     "Recipe",
+    "Reposition",
+    "Repositioned",
     "RestoreWriter",
     "StateInfo",
+    "Step",
+    "StepKind",
     "StoreStats",
     "Tier",
     "Transfer",
     "Writer",
+    "plan_moves",
     "plugins",
 ]

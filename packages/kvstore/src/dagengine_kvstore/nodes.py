@@ -65,6 +65,7 @@ class NodeRecord:
         "pages",
         "parents",
         "reads",
+        "recomputable",
         "restoring",
         "root",
         "salt",
@@ -102,6 +103,7 @@ class NodeRecord:
         self.cover: dict[tuple[int, int], int] = {}  # held range -> number of holds on it
         self.leases = 0
         self.restoring = False
+        self.recomputable = True  # whether its recipe gives the KV that it has; if not, that is never lost
         self.last_used = 0
         self._content_keys: dict[int, bytes] = {}
 

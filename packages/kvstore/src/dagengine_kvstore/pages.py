@@ -25,7 +25,7 @@ nobody has used since then is free at once.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from enum import StrEnum
 
 from dagengine_kvstore.errors import KVStoreError
@@ -87,6 +87,17 @@ class FreeRuns:
             pages += self._cut(start, missing)
         return pages
 
+    def remove(self, page: int) -> None:
+        """Take this very page, which is in the set."""
+        assert page in self
+        start = self._starts[bisect_right(self._starts, page) - 1]
+        self._cut(start, page + 1 - start)
+        if start < page:
+            insort(self._starts, start)
+            self._length[start] = page - start
+            self._start_of[page] = start
+            self._count += page - start
+
     def _cut(self, start: int, count: int) -> range:
         length = self._length.pop(start)
         count = min(count, length)
@@ -105,14 +116,16 @@ class FreeRuns:
 class PagePool:
     """All pages of one arena.
 
-    `base[page]` is the stored position of the page's row 0 when it was computed; `generation[page]` counts
-    how often the page was handed out, so that a stale reference can be told from a new one.
+    `base[page]` is the stored position of the page's row 0; `turned[page]` whether its K was turned to get there after
+    it was computed elsewhere. `generation[page]` counts how often the page was handed out, so that a stale reference
+    can be told from a new one.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.refs = [0] * num_pages
         self.base = [0] * num_pages
+        self.turned = [False] * num_pages
         self.generation = [0] * num_pages
         self._content: list[Hashable | None] = [None] * num_pages
         self._page_of: dict[Hashable, int] = {}
@@ -170,10 +183,24 @@ class PagePool:
             self._forget(page)
             self._free.add(page)
         pages = self._free.take(count, after)
+        self._hand_out(pages)
+        return pages
+
+    def claim(self, pages: Sequence[int]) -> None:
+        """Hand out these very pages, free or cached ones, with what their rows hold; their content is forgotten."""
+        for page in pages:
+            if page in self._cached:
+                del self._cached[page]
+                self._forget(page)
+            else:
+                self._free.remove(page)
+        self._hand_out(pages)
+
+    def _hand_out(self, pages: Iterable[int]) -> None:
         for page in pages:
             self.refs[page] = 1
             self.generation[page] += 1
-        return pages
+            self.turned[page] = False
 
     def share(self, page: int) -> None:
         """One more reference to a page that is live, or whose content is registered."""
@@ -210,9 +237,11 @@ class PagePool:
         self._moving.update(pages)
         return pages
 
-    def land(self, page: int, refs: int, base: int, content: Hashable | None) -> None:
+    def land(
+        self, page: int, refs: int, base: int, content: Hashable | None, *, turned: bool = False
+    ) -> None:
         """A ticket has written a page: `refs` refer to it now, and its content is known, or None."""
-        self.base[page] = base
+        self.base[page], self.turned[page] = base, turned
         self.refs[page] = refs
         if content is not None and content not in self._page_of:
             self._content[page] = content

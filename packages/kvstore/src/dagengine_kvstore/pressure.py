@@ -134,7 +134,7 @@ class Pressure:
         """What may leave the device, but for `exclude` and what is read; `refused` are not stored first."""
         evictable = self._evictable(exclude, reads)
         if not self._transfers.is_usable:
-            return Plan(evictable, {})
+            return Plan({node: pages for node, pages in evictable.items() if node.recomputable}, {})
         clean: Pages = {}
         dirty: Pages = {}
         for node, pages in evictable.items():
@@ -148,8 +148,9 @@ class Pressure:
         drop = {
             node: [*clean.get(node, ()), *(() if node in store else dirty.get(node, ()))]
             for node in evictable
-            if node in clean or node not in store
+            if node.recomputable and (node in clean or node not in store)
         }
+        drop.update({node: pages for node, pages in clean.items() if not node.recomputable})
         return Plan(drop, store)
 
     def offload(self, node: NodeRecord) -> None:
@@ -273,7 +274,8 @@ class Pressure:
         worth = {
             node: pages
             for node, pages in dirty.items()
-            if not self._transfers.gave_up(node) and reload_is_cheaper(self._costs, node, len(pages))
+            if not self._transfers.gave_up(node)
+            and (not node.recomputable or reload_is_cheaper(self._costs, node, len(pages)))
         }
         host = self._books.host
         room = host.num_free
@@ -347,12 +349,12 @@ class Pressure:
         ]
 
     def _on_host(self) -> Pages:
-        """Host pages that may be dropped, by node: under no ticket, neither pinned nor claimed."""
+        """Host pages that may be dropped, by node: under no ticket, not pinned, not claimed, and computable again."""
         books = self._books
         pinned = books.pinned()
         found: Pages = {}
         for node in books.nodes():
-            if node.copies and node not in pinned and not self.claims[node]:
+            if node.copies and node.recomputable and node not in pinned and not self.claims[node]:
                 pages = [copy.host for copy in node.copies if copy is not None and copy.is_clean]
                 if pages:
                     found[node] = pages

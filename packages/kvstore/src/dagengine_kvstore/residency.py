@@ -33,6 +33,7 @@ class PageCopy:
         ticket: the one that the copy is under.
         failures: loads that failed.
         slots: (node, page index) of every node page that this is.
+        turned: as in PagePool.
     """
 
     __slots__ = (
@@ -45,14 +46,25 @@ class PageCopy:
         "slots",
         "ticket",
         "tier",
+        "turned",
     )
 
-    def __init__(self, host: int, device: int, generation: int, base: int, content: Prefix | None) -> None:
+    def __init__(
+        self,
+        host: int,
+        device: int,
+        generation: int,
+        base: int,
+        content: Prefix | None,
+        *,
+        turned: bool = False,
+    ) -> None:
         self.tier = Tier.DEVICE
         self.host = host
         self.device = device
         self.generation = generation
         self.base = base
+        self.turned = turned
         self.content = content
         self.ticket: Ticket | None = None
         self.failures = 0

@@ -24,10 +24,13 @@ from dagengine_kvstore.events import Event, EventLog
 from dagengine_kvstore.eviction import EvictionPolicy, eviction_policy
 from dagengine_kvstore.holds import Hold
 from dagengine_kvstore.leases import Lease
+from dagengine_kvstore.move_plan import DEFAULT_WIDTH
+from dagengine_kvstore.moves import Mover
 from dagengine_kvstore.nodes import NodeRecord
 from dagengine_kvstore.pins import PinBudget, pinned_nodes
 from dagengine_kvstore.pressure import NextUseOf, Pressure
 from dagengine_kvstore.references import Parent, Read, check_held, check_readable, check_references
+from dagengine_kvstore.repositioning import Reposition, Repositioned, Repositioner
 from dagengine_kvstore.residency import copy_of, node_tier, page_tier
 from dagengine_kvstore.states import Handle, HandleTable
 from dagengine_kvstore.stats import StateInfo, StoreStats
@@ -323,9 +326,14 @@ class KVStore:
         Returns: the number of pages.
 
         Raises KVStoreError `state_not_sealed`, `parent_failed`, `state_in_use` (leased, pinned, restoring or under a
-        transfer).
+        transfer), `not_recomputable` (repositioned, and the host does not have all of it).
         """
         check_readable(node, 0, node.length, None, "node")
+        copies = self._books.copies
+        on_host = (
+            page is None or copies.clean(node, index) is not None for index, page in enumerate(node.pages)
+        )
+        self._check_recomputable(node, all(on_host))
         pages = {page for page in node.pages if page is not None}
         moving = any(self._books.pool.is_moving(page) for page in pages)
         if moving or node.leases or node.restoring or node in self._books.pinned():
@@ -336,6 +344,10 @@ class KVStore:
     def evict_host(self, node: NodeRecord) -> int:
         """Drop what the host has of a node. Returns the number of its pages. Raises as `evict`."""
         check_readable(node, 0, node.length, None, "node")
+        here = (
+            page is not None for page, copy in zip(node.pages, node.copies, strict=False) if copy is not None
+        )
+        self._check_recomputable(node, all(here))
         moving = any(copy is not None and copy.ticket is not None for copy in node.copies)
         if moving or node in self._books.pinned():
             message = f"node {node.uid} is pinned or under a transfer"
@@ -396,6 +408,46 @@ class KVStore:
     def num_in_flight(self) -> int:
         """Transfers under way, without lost ones."""
         return self._transfers.tickets.num_in_flight
+
+    def reposition(
+        self,
+        moves: Sequence[Reposition],
+        mover: Mover,
+        *,
+        copy: bool = False,
+        in_order: bool = False,
+        width: int = DEFAULT_WIDTH,
+    ) -> Repositioned:
+        """Make new nodes of the same tokens whose K is stored at other positions, for readers that cannot turn queries.
+
+        A new node is what its source would be with its own start and all that it reads shifted by the same distance:
+        its content is the source's, its K was turned once. It comes back sealed and held once, as by `seal`.
+
+        Args:
+            moves: sources and their new own starts; a source may occur several times.
+            mover: moves the rows; when it fails, no node is made, and sources in place are evicted.
+            copy: leave the sources as they are and write to other pages. Otherwise each source gives its pages to the
+                first node made of it and is evicted: its handles and its recipe stay.
+            in_order: deal the pages given up out in ascending order to the nodes made in place.
+            width: as in `plan_moves`; up to so many free pages serve as spare ones where pages trade places.
+
+        Raises:
+            NotResident; OutOfPages; KVStoreError `state_not_sealed`, `parent_failed`, `state_released`,
+            `span_out_of_range` (no token), `invalid_position` (something would be at a negative position),
+            `already_repositioned` (K would be turned a second time), and unless `copy`: `state_shared` (somebody else
+            holds the source, or shares its pages), `state_in_use` (leased, pinned, restoring, or touched by an open
+            step), `not_recomputable`; `invalid_size` for a width below 1.
+        """
+        repositioner = Repositioner(self._books, strict=not self._reuse_across_positions)
+        made = repositioner.run(moves, mover, self._next_uid, copy=copy, in_order=in_order, width=width)
+        self._next_uid += len(made.nodes)
+        return made
+
+    def _check_recomputable(self, node: NodeRecord, elsewhere: bool) -> None:
+        """Whether a node may lose its pages in one tier. Raises KVStoreError `not_recomputable`."""
+        if not node.recomputable and not elsewhere:
+            message = f"node {node.uid} was repositioned, and its recipe does not give its bits again"
+            raise KVStoreError("not_recomputable", message, field="node")
 
     def tier(self, node: NodeRecord) -> Tier:
         """Where a sealed node is: where the least available of its held pages is. NOWHERE if nothing holds it."""

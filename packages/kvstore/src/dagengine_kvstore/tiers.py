@@ -45,7 +45,8 @@ class Copy:
     No page occurs twice, and none is under another ticket.
 
     Attributes:
-        keys: content key of each page, 32 bytes over signature, salt, context and tokens; b"" where it is not known.
+        keys: content key of each page, 32 bytes over signature, salt, context and tokens; b"" where it is not known,
+            or not that of what was computed, since K was turned.
         tokens: of each page's rows, a partial last page's fewer; () where they are not known.
         bases: stored position of row 0 of each page.
     """

@@ -90,7 +90,10 @@ class Transfers:
         for index, page, host in zip(indices, pages, books.host.take(len(indices)), strict=True):
             content = books.pool.content(page)
             assert content is None or isinstance(content, Prefix)
-            copy = PageCopy(host, page, books.pool.generation[page], books.pool.base[page], content)
+            pool = books.pool
+            copy = PageCopy(
+                host, page, pool.generation[page], pool.base[page], content, turned=pool.turned[page]
+            )
             copy.to(Tier.STORING)
             books.copies.bind(copy, page)
             books.pool.begin_move(page)
@@ -135,7 +138,7 @@ class Transfers:
         request = Copy(
             kind,
             tuple((page, copy.host) for copy, page in zip(copies, pages, strict=True)),
-            keys=tuple(b"" if copy.content is None else copy.content.key for copy in copies),
+            keys=tuple(b"" if copy.content is None or copy.turned else copy.content.key for copy in copies),
             tokens=tuple(() if copy.content is None else copy.content.tokens for copy in copies),
             bases=tuple(copy.base for copy in copies),
         )
@@ -196,7 +199,7 @@ class Transfers:
             waiting = [(node, index) for node, index in copy.slots if node.pages[index] is None]
             for node, index in waiting:
                 node.pages[index] = page
-            books.pool.land(page, len(waiting), copy.base, copy.content)
+            books.pool.land(page, len(waiting), copy.base, copy.content, turned=copy.turned)
             copy.ticket = None
             if waiting:
                 copy.to(Tier.DEVICE)

@@ -1,0 +1,130 @@
+"""Repositioned nodes in two tiers: what was turned stays known, what cannot be computed again is never lost."""
+
+from __future__ import annotations
+
+import pytest
+from kvstore_helpers import SIGNATURE, refused, write
+from kvstore_mover import SIZE, Rows, moved
+
+from dagengine_kvstore import KVStore, NodeRecord, NotResident, OutOfHostPages, OutOfPages, Reposition, Tier
+from dagengine_kvstore.fake_transfer import FakeTransfer
+
+
+def two_tiers(
+    num_pages: int = 12, num_host_pages: int = 8, **options: object
+) -> tuple[KVStore, Rows, FakeTransfer]:
+    rows_of_pages: list[object] = [None] * num_pages
+    transfer = FakeTransfer(rows_of_pages, num_host_pages, delay=(1, 1))
+    store = KVStore(num_pages, SIZE, transfer=transfer, **options)  # type: ignore[arg-type]
+    return store, Rows(store), transfer
+
+
+def document(store: KVStore, rows: Rows, num_tokens: int = 8) -> NodeRecord:
+    node = write(store, list(range(10, 10 + num_tokens)))
+    rows.compute(node)
+    return node
+
+
+def offload(store: KVStore, node: NodeRecord) -> None:
+    store.offload(node)
+    for _ in range(10):
+        store.pump()
+    assert store.tier(node) is Tier.HOST
+
+
+def load(store: KVStore, node: NodeRecord) -> None:
+    while store.load(node):
+        store.pump()
+
+
+def test_a_source_that_the_host_has_goes_there_and_its_host_copy_is_not_the_new_nodes() -> None:
+    store, rows, _ = two_tiers()
+    source = document(store, rows)
+    offload(store, source)
+    load(store, source)
+    rows.compute(source)
+    (node,) = store.reposition([Reposition(source, 100)], rows).nodes
+    assert store.tier(source) is Tier.HOST and store.tier(node) is Tier.DEVICE
+    assert rows.read(node) == moved(range(10, 18), 0, 100)
+    store.check()
+    offload(store, node)
+    load(store, node)
+    load(store, source)
+    assert not set(node.pages) & set(source.pages)
+    store.check()
+
+
+def test_what_was_turned_is_still_known_after_a_trip_to_the_host() -> None:
+    store, rows, transfer = two_tiers()
+    source = document(store, rows)
+    (node,) = store.reposition([Reposition(source, 100)], rows, copy=True).nodes
+    offload(store, node)
+    load(store, node)
+    with refused("already_repositioned", "moves[0].node"):
+        store.reposition([Reposition(node, 5)], rows, copy=True)
+    offload(store, source)
+    load(store, source)
+    assert len(store.reposition([Reposition(source, 5)], rows, copy=True).nodes) == 1
+    keys = [key for copy in transfer.copies if copy.kind == "store" for key in copy.keys]
+    assert keys[:2] == [b"", b""] and all(keys[2:]), (
+        "a persistent tier gets no turned pages under their content"
+    )
+
+
+def test_an_offloaded_source_is_told_to_be_loaded() -> None:
+    store, rows, _ = two_tiers()
+    source = document(store, rows)
+    offload(store, source)
+    with pytest.raises(NotResident) as caught:
+        store.reposition([Reposition(source, 100)], rows, copy=True)
+    assert caught.value.on_host == (source,) and caught.value.nowhere == ()
+
+
+def test_a_source_under_a_transfer_is_not_written_over() -> None:
+    store, rows, _ = two_tiers()
+    source = document(store, rows)
+    store.offload(source)
+    assert store.tier(source) is Tier.STORING
+    with refused("state_in_use", "moves[0].node"):
+        store.reposition([Reposition(source, 100)], rows)
+
+
+def test_what_cannot_be_computed_again_is_stored_before_it_leaves_and_stays_in_one_tier() -> None:
+    store, rows, _ = two_tiers(6, 4, reuse_across_positions=False)
+    source = document(store, rows)
+    (node,) = store.reposition([Reposition(source, 100)], rows, copy=True).nodes
+    store.unhold(source)
+    with refused("not_recomputable", "node"):
+        store.evict(node)
+    hog = store.begin([], [], 0, signature=SIGNATURE)
+    with pytest.raises(OutOfPages) as caught:
+        hog.reserve(6 * SIZE)
+    assert caught.value.moving == 2, "its pages are being stored"
+    store.pump()
+    store.pump()
+    hog.reserve(6 * SIZE)
+    assert store.tier(node) is Tier.HOST
+    with refused("not_recomputable", "node"):
+        store.evict_host(node)
+    hog.abort()
+    load(store, node)
+    assert store.evict(node) == 2, "the host has it"
+    other = write(store, list(range(50, 66)))
+    with pytest.raises(OutOfHostPages):
+        store.offload(other)
+    assert store.tier(node) is Tier.HOST, "not dropped for others there either"
+    store.check()
+
+
+def test_without_room_on_the_host_it_stays_on_the_device() -> None:
+    store, rows, _ = two_tiers(6, 1, reuse_across_positions=False)
+    source = document(store, rows)
+    (node,) = store.reposition([Reposition(source, 100)], rows, copy=True).nodes
+    store.unhold(source)
+    hog = store.begin([], [], 0, signature=SIGNATURE)
+    for _ in range(4):
+        with pytest.raises(OutOfPages):
+            hog.reserve(6 * SIZE)
+        store.pump()
+    assert store.tier(node) is Tier.DEVICE
+    store.check()
