@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import permutations
 
 import pytest
-from kvstore_helpers import SIGNATURE, Clock, assert_all_pages_back, child, make_store, refused, write
+from kvstore_helpers import (
+    SIGNATURE,
+    Clock,
+    Costs,
+    assert_all_pages_back,
+    balanced,
+    child,
+    make_store,
+    offload,
+    read,
+    refused,
+    setup,
+    use_all_pages,
+    write,
+)
 
 from dagengine_kvstore import (
-    Completion,
-    Copy,
     KVStore,
     KVStoreError,
     NextUse,
@@ -24,61 +36,6 @@ from dagengine_kvstore import (
 )
 from dagengine_kvstore.pages import PageState
 from dagengine_kvstore.residency import PageCopy
-
-
-class ByHand:
-    """A transfer whose copies end when and how the test says."""
-
-    name = "by_hand"
-
-    def __init__(self, num_host_pages: int = 16) -> None:
-        self.num_host_pages = num_host_pages
-        self.copies: list[Copy] = []
-        self.reports: list[Completion] = []
-        self.confirms: set[int] = set()
-        self.refuses = False
-
-    def submit(self, copy: Copy) -> int:
-        if self.refuses:
-            raise RuntimeError("no")
-        self.copies.append(copy)
-        return len(self.copies)
-
-    def poll(self) -> Sequence[Completion]:
-        reports, self.reports = self.reports, []
-        return reports
-
-    def abort(self, ticket: int) -> bool:
-        return ticket in self.confirms
-
-    def end(self, *tickets: int, error: str | None = None) -> None:
-        """Report these tickets at the next poll."""
-        self.reports += [Completion(ticket, error) for ticket in tickets]
-
-
-def setup(num_pages: int = 8, num_host_pages: int = 16, **options: object) -> tuple[KVStore, ByHand]:
-    transfer = ByHand(num_host_pages)
-    return make_store(num_pages, transfer=transfer, **options), transfer
-
-
-def offload(store: KVStore, transfer: ByHand, *nodes: NodeRecord) -> None:
-    for node in nodes:
-        store.offload(node)
-    transfer.end(*range(1, len(transfer.copies) + 1))
-    store.pump()
-    store.check()
-    assert all(store.tier(node) is Tier.HOST for node in nodes)
-
-
-def read(node: NodeRecord) -> Read:
-    return Read(node, 0, node.length)
-
-
-def balanced(store: KVStore) -> None:
-    store.check()
-    s = store.stats()
-    device = s.pages_free + s.pages_cached + s.pages_live + s.pages_waiting + s.pages_moving
-    assert device == s.pages_total and s.host_free + s.host_live + s.host_moving == s.host_total
 
 
 def test_a_state_goes_to_the_host_and_back_and_stays_what_it_is() -> None:
@@ -247,13 +204,6 @@ def test_nothing_is_stored_that_is_still_being_loaded() -> None:
     store.pump()
     assert store.tier(node) == "host" and len(transfer.copies) == 2, "its copy is still good"
     balanced(store)
-
-
-def use_all_pages(store: KVStore) -> None:
-    """What was only cached is gone afterwards."""
-    writer = store.begin([], [], 0, signature={})
-    writer.reserve(store.num_unused * store.page_size, evict=False)
-    writer.abort()
 
 
 def test_equal_nodes_are_stored_once_and_loaded_once() -> None:
@@ -644,17 +594,6 @@ def test_under_pressure_one_round_of_stores_is_started_and_what_it_brings_is_wai
     writer.reserve(8)
     assert [store.tier(node) for node in nodes] == ["host", "device", "device"]
     balanced(store)
-
-
-class Costs:
-    def __init__(self, recompute: int, reload: int) -> None:
-        self._recompute, self._reload = recompute, reload
-
-    def recompute(self, node: NodeRecord) -> int:
-        return self._recompute * node.length
-
-    def reload(self, num_pages: int) -> int:
-        return self._reload * num_pages
 
 
 @pytest.mark.parametrize("recompute, reload, stored", [(10, 39, True), (10, 40, False), (10, 41, False)])
