@@ -31,6 +31,7 @@ from dagengine_kvstore import (
     OutOfHostPages,
     OutOfPages,
     Parent,
+    PinBudgetExceeded,
     Read,
     Tier,
 )
@@ -83,7 +84,7 @@ def test_a_state_goes_to_the_host_and_back_and_stays_what_it_is() -> None:
 
 def test_a_page_goes_only_the_ways_that_there_are() -> None:
     copy = PageCopy(0, 0, 1, 0, None)
-    with refused("illegal_transition"):
+    with refused("illegal_transition", "tier"):
         copy.to(Tier.LOADING)
     assert copy.tier is Tier.DEVICE
     for tier in (Tier.STORING, Tier.HOST, Tier.LOADING, Tier.DEVICE, Tier.HOST, Tier.NOWHERE):
@@ -487,6 +488,33 @@ def test_preemption_under_a_transfer_gives_its_pages_to_nobody() -> None:
     assert_all_pages_back(store)
 
 
+@pytest.mark.parametrize("kind", ["store", "load"])
+def test_two_transfers_never_touch_one_page_of_either_tier(kind: str) -> None:
+    """TRT-LLM#9056: who let go of what is moving does not make its pages anybody else's."""
+    store, transfer = setup(num_pages=8, num_host_pages=4)
+    first, second = write(store, [1] * 8), write(store, [2] * 8)
+    if kind == "load":
+        offload(store, transfer, first)
+        use_all_pages(store)
+        store.load(first)
+    else:
+        store.offload(first)
+    under_way = transfer.copies[-1]
+    store.unhold(first)
+    store.offload(second)
+    third = write(store, [3] * 8)
+    with pytest.raises(OutOfHostPages):
+        store.offload(third)
+    assert not {host for _, host in under_way.pages} & {host for _, host in transfer.copies[-1].pages}
+    assert not {page for page, _ in under_way.pages} & {*second.pages, *third.pages}
+    balanced(store)
+    transfer.end(len(transfer.copies) - 1)
+    store.pump()
+    store.offload(third)
+    assert {host for _, host in transfer.copies[-1].pages} == {host for _, host in under_way.pages}
+    balanced(store)
+
+
 def test_late_duplicate_and_unknown_completions_are_counted_and_change_nothing() -> None:
     store, transfer = setup()
     node = write(store, list(range(6)))
@@ -745,6 +773,15 @@ def test_another_tenants_equal_state_has_a_copy_of_its_own() -> None:
     assert not {host for _, host in first.pages} & {host for _, host in second.pages}
     store.evict_host(mine)
     assert store.tier(theirs) == "host"
+
+
+@pytest.mark.parametrize("field", ["pin_budget", "pin_budget_per_salt"])
+def test_one_budget_for_pins_is_enough_to_refuse(field: str) -> None:
+    store = make_store(**{field: 1})
+    with pytest.raises(PinBudgetExceeded) as caught:
+        store.name(write(store, [1] * 8), pin=True)
+    assert (caught.value.field, caught.value.used, caught.value.budget) == (field, 2, 1)
+    store.name(write(store, [2] * 4), pin=True)
 
 
 def test_pins_have_a_budget_for_all_and_for_each_tenant() -> None:
