@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import permutations
 
 import pytest
@@ -375,6 +375,40 @@ def test_a_reader_who_never_comes_keeps_nobody_out() -> None:
         store.unhold(node)
     assert_all_pages_back(store)
     assert store.stats().host_free == 16
+
+
+def test_two_readers_who_have_half_of_it_each_do_not_wait_for_each_other_for_ever() -> None:
+    """vllm#45388: two half-loaded requests in a pool that takes one of them."""
+    store, transfer = setup(num_pages=4, patience=3)
+    halves = [write(store, [token] * 8) for token in range(2)]
+    offload(store, transfer, *halves)
+    others = [write(store, [token] * 8) for token in range(2, 4)]
+    offload(store, transfer, *others)
+    first, second = ([read(a), read(b)] for a, b in zip(halves, others, strict=True))
+    use_all_pages(store)
+    for reads in (first, second):
+        store.load(reads[:1])
+        transfer.end(len(transfer.copies))
+        store.pump()
+    done: list[Sequence[Read]] = []
+    for _ in range(8):
+        for reads in (first, second):
+            if reads not in done and try_load(store, reads):
+                transfer.end(len(transfer.copies))
+                store.pump()
+                store.lease(reads).release()
+                done.append(reads)
+        store.pump()
+    assert len(done) == 2
+    balanced(store)
+
+
+def try_load(store: KVStore, reads: Sequence[Read]) -> bool:
+    try:
+        store.load(reads)
+    except OutOfPages:
+        return False
+    return True
 
 
 def cancel(store: KVStore, node: NodeRecord) -> None:

@@ -178,8 +178,10 @@ class Pressure:
 
         Returns: how many are on their way.
 
-        Raises OutOfPages with `demand`; without, nothing is started if there are too few unused pages.
+        Raises OutOfPages with `demand`, and nothing more is claimed then: of two who have a part each and wait for the
+        other's, one lets go. Without `demand` nothing is started if there are too few unused pages.
         """
+        saved = [(read.node, self.claims.save(read.node)) for read in reads if demand]
         on_way: dict[PageCopy, None] = {}
         on_host: dict[PageCopy, NodeRecord] = {}
         for read in reads:
@@ -205,6 +207,8 @@ class Pressure:
             self.make_room(len(on_host), reads, evict=demand)
         except OutOfPages:
             if demand:
+                for node, claim in saved:
+                    self.claims.put_back(node, claim)
                 raise
             return len(on_way)
         return len(on_way) + self._transfers.load(next(iter(on_host.values())), list(on_host))
