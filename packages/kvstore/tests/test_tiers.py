@@ -285,6 +285,8 @@ def test_a_page_is_on_the_device_again_without_a_copy_if_it_is_still_there() -> 
     offload(store, transfer, node)
     assert store.load(node) == 0
     assert node.pages == pages and store.tier(node) == "device" and len(transfer.copies) == 1
+    last = store.events.since(store.events.next_seq - 1)[0]
+    assert (last.kind, last.node, last.pages, last.tier) == ("returned", node.uid, 2, "device")
     balanced(store)
 
 

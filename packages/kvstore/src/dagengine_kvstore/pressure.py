@@ -190,6 +190,7 @@ class Pressure:
                 self._end_offload(node, "offload_cancelled")
             if demand:
                 self.claims.ask(node, indices)
+            returned = 0
             for index in indices:
                 copy = copy_of(node, index)
                 if node.pages[index] is not None or copy is None:
@@ -199,8 +200,11 @@ class Pressure:
                     on_way[copy] = None
                 elif page is not None:
                     self._books.return_to_device(node, index, page)
+                    returned += 1
                 else:
                     on_host[copy] = node
+            if returned:
+                self._books.note("returned", node, pages=returned, tier=Tier.DEVICE)
         if not on_host:
             return len(on_way)
         try:
