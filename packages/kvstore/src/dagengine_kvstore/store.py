@@ -31,7 +31,7 @@ from dagengine_kvstore.pins import PinBudget, pinned_nodes
 from dagengine_kvstore.pressure import NextUseOf, Pressure
 from dagengine_kvstore.references import Parent, Read, check_held, check_readable, check_references
 from dagengine_kvstore.repositioning import Reposition, Repositioned, Repositioner
-from dagengine_kvstore.residency import copy_of, node_tier, page_tier
+from dagengine_kvstore.residency import clean_copy, copy_of, node_tier, page_tier
 from dagengine_kvstore.states import Handle, HandleTable
 from dagengine_kvstore.stats import StateInfo, StoreStats
 from dagengine_kvstore.tiers import Tier, Transfer, transfer_of
@@ -329,9 +329,8 @@ class KVStore:
         transfer), `not_recomputable` (repositioned, and the host does not have all of it).
         """
         check_readable(node, 0, node.length, None, "node")
-        copies = self._books.copies
         on_host = (
-            page is None or copies.clean(node, index) is not None for index, page in enumerate(node.pages)
+            page is None or clean_copy(node, index) is not None for index, page in enumerate(node.pages)
         )
         self._check_recomputable(node, all(on_host))
         pages = {page for page in node.pages if page is not None}
