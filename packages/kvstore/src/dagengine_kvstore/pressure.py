@@ -89,7 +89,7 @@ class Pressure:
         count: int,
         reads: Iterable[Read],
         *,
-        evict: bool = True,
+        evict: bool,
         restoring: NodeRecord | None = None,
     ) -> None:
         """Make `count` pages unused, dropping none that `reads` read. Raises as `take_pages`.
