@@ -293,11 +293,12 @@ def test_the_share_of_the_merge_is_a_difference_of_whole_calls() -> None:
 
 def test_the_merge_is_left_out_within_and_there_again_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures run their calls here, so the time of one is how often it merged."""
-    from dagengine_kernels.fused.cuda import attend
+    from dagengine_kernels.fused.cuda.attend import Merge
 
     merged: list[int] = []
-    monkeypatch.setattr(attend, "merge_parts", lambda *_, **__: merged.append(1))
-    mine = attend.merge_parts
+    monkeypatch.setattr(Merge, "__call__", lambda *_: merged.append(1))
+    mine = Merge.__call__
+    merge = Merge.__new__(Merge)
 
     def capture(calls: list[Callable[[], object]], sets: int) -> kernels_timing.Captured:
         before = len(merged)
@@ -307,16 +308,15 @@ def test_the_merge_is_left_out_within_and_there_again_after(monkeypatch: pytest.
 
     monkeypatch.setattr(kernels_timing, "capture", capture)
     monkeypatch.setattr(kernels_timing, "race", lambda *_: None)
-    calls = [lambda: attend.merge_parts(1, stream=2)] * 3  # type: ignore[call-arg, arg-type]
+    calls = [lambda: merge(None, None, None, 2)] * 3  # type: ignore[arg-type]
     assert kernels_merge.measure(calls, 3, 7) == ([3.0], [0.0])
-    assert attend.merge_parts is mine
+    assert Merge.__call__ is mine
     with pytest.raises(RuntimeError, match="no merge"):
         kernels_merge.measure([lambda: None], 1, 7)
-    assert attend.merge_parts is mine
+    assert Merge.__call__ is mine
     with pytest.raises(ZeroDivisionError), kernels_merge.without_merge():
         raise ZeroDivisionError
-    assert attend.merge_parts is mine
-    assert "            merge_parts(" in Path(attend.__file__).read_text(encoding="utf-8")
+    assert Merge.__call__ is mine
 
 
 def test_the_page_is_written_anew_from_its_lines(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What the merge of partial results costs a call of the CUDA executor: graphs with it and without it, in turns.
 
 Kernels of a call may overlap (programmatic dependent launch), so the merge's own duration would count its waiting for
-the attention. Knows the name by which the executor calls its merge; not how either works.
+the attention. Knows the name of what the executor merges with; not how either works.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from contextlib import contextmanager
 from bench import kernels_timing as timing
 from bench.kernels_record import MERGE, Figure
 
-EXECUTOR = "dagengine_kernels.fused.cuda.attend"
+MODULE = "dagengine_kernels.fused.cuda.merge"
 
 
 @contextmanager
 def without_merge() -> Iterator[list[None]]:
     """The CUDA executor launches no merge within; yields a list that grows by one for each that was left out."""
-    module = importlib.import_module(EXECUTOR)
-    merge = module.merge_parts
+    made = importlib.import_module(MODULE).Merge
+    merge = made.__call__
     skipped: list[None] = []
 
     def skip(*_: object, **__: object) -> None:
         skipped.append(None)
 
-    module.merge_parts = skip  # type: ignore[attr-defined]
+    made.__call__ = skip
     try:
         yield skipped
     finally:
-        module.merge_parts = merge  # type: ignore[attr-defined]
+        made.__call__ = merge
 
 
 def measure(calls: Sequence[timing.Call], sets: int, replays: int) -> tuple[list[float], list[float]]:

@@ -57,6 +57,9 @@ MODEL = {
 class NoKernel:
     name = "none"
 
+    def prepare(self, *layout: object, **options: object) -> None:
+        pass
+
 
 class NoGraph:
     def replay(self) -> None:

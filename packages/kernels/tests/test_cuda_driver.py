@@ -121,8 +121,11 @@ def test_a_kernel_is_launched_with_its_struct(sources):
     for given in (params, bytes(params)):
         kernel.launch((8, 1, 1), (128, 1, 1), 512, stream, given)
         kernel.launch((8, 1, 1), (128, 1, 1), 200_000, stream, given, pdl=True, cluster=(2, 1, 1))
+    prepared = kernel.prepare((8, 1, 1), (128, 1, 1), 200_000, cluster=(2, 1, 1))
+    for _ in range(2):
+        prepared(stream, bytes(params))
     torch.cuda.synchronize()
-    assert (x[:900] == 20).all()
+    assert (x[:900] == 30).all()
     assert (x[900:] == 0).all()
     with pytest.raises(KernelError) as refused:
         kernel.launch((8, 1, 1), (128, 1, 1), 0, stream, bytes(params)[:-4])
@@ -131,6 +134,15 @@ def test_a_kernel_is_launched_with_its_struct(sources):
         kernel.launch((8, 1, 1), (128, 1, 1), 10**6, stream, params)
     with pytest.raises(KernelError):
         driver.kernel("own", "missing", {"VALUE": 3})
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_the_current_stream_is_the_one_that_torch_launches_on():
+    aside = torch.cuda.Stream()
+    for stream in (torch.cuda.default_stream(), aside):
+        with torch.cuda.stream(stream):
+            assert driver.current_stream(torch.cuda.current_device()) == stream.cuda_stream
 
 
 @pytest.mark.gpu

@@ -132,19 +132,30 @@ class Maps:
         return self.made[words[0] - 1]
 
 
+class NoKernel:
+    def prepare(self, *layout: object, **options: object) -> None:
+        return None
+
+
+def streamed_params(layer: Layer, chosen: streamed.Layout, *tensors: torch.Tensor | None) -> streamed.Launch:
+    made = streamed.Streamed(layer, chosen, tensors[-1].dtype)
+    return streamed.Launch.from_buffer_copy(made.params(*tensors))
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_streamed_launch_holds_the_maps_of_its_tensors(
     gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maps = Maps()
     monkeypatch.setattr(driver, "tensor_map", maps)
+    monkeypatch.setattr(streamed, "_kernel", lambda *given: NoKernel())
     streamed._map.cache_clear()
     weight = torch.zeros(72 * (1 + gated), 256, dtype=torch.bfloat16)
     layer = Layer(weight, 203, 72, gated, None, None, 0.0)
     x, y = torch.zeros(5, 3 * 256, dtype=torch.bfloat16)[:, :208], torch.zeros(5, 72)
     chosen = streamed.layout(5, 203, 72, gated, 132, tile=128)
     assert chosen is not None
-    launch = streamed.launch_of(layer, chosen, x, None, y)
+    launch = streamed_params(layer, chosen, x, None, y)
     assert launch.whole == 1
     assert (launch.layer.rows, launch.layer.outputs, launch.layer.steps) == (5, 72, 4)
     of_weight, of_x = maps.of(launch.weight), maps.of(launch.x)
@@ -156,17 +167,17 @@ def test_a_streamed_launch_holds_the_maps_of_its_tensors(
     assert of_x["dims"] == (208, 5)
     assert of_x["box"] == (64, 8)
     assert of_x["strides_bytes"] == (3 * 512,)
-    streamed.launch_of(layer, chosen, x, None, y)
+    streamed_params(layer, chosen, x, None, y)
     assert len(maps.made) == 2
-    one = streamed.launch_of(layer, chosen, x[:1], y[:1], y[:1])
+    one = streamed_params(layer, chosen, x[:1], y[:1], y[:1])
     assert maps.of(one.x)["strides_bytes"] == (416,)
     aside = torch.zeros(5, 75)[:, :72]
-    assert streamed.launch_of(layer, chosen, x, aside, y).whole == 0
+    assert streamed_params(layer, chosen, x, aside, y).whole == 0
     odd = Layer(weight, 203, 71, gated, None, None, 0.0)
-    assert streamed.launch_of(odd, chosen, x, None, torch.zeros(5, 71)).whole == 0
+    assert streamed_params(odd, chosen, x, None, torch.zeros(5, 71)).whole == 0
     assert ctypes.sizeof(launch) == 384
     with pytest.raises(KernelError, match="at most 8 rows"):
-        streamed.multiply(layer, chosen, torch.zeros(9, 208, dtype=torch.bfloat16), None, y)
+        streamed_params(layer, chosen, torch.zeros(9, 208, dtype=torch.bfloat16), None, y)
     streamed._map.cache_clear()
 
 

@@ -133,6 +133,9 @@ class FakeKernel:
     def __init__(self, name):
         self.name = name
 
+    def prepare(self, *layout, **options):
+        return None
+
 
 @pytest.fixture
 def load(monkeypatch):
@@ -194,7 +197,7 @@ def test_plans_of_one_key_share_their_launches_and_the_slot_holds_the_last(load)
             else getattr(second.arrays, name)
         )
         assert have.tolist() == want.reshape(-1).tolist(), name
-    merge = second.loaded["launches"].merge
+    merge = second.loaded["launches"].merge.lists
     rows, listed = merge.rows.tolist(), second.arrays.merge_rows.tolist()
     assert listed and rows[: len(listed)] == listed
     assert len(rows) > len(listed) and set(rows[len(listed) :]) == {PADDING}

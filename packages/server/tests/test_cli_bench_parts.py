@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import typer
 
-from dagengine_server.cli.bench import record, report
+from dagengine_server.cli.bench import memory, record, report
 from dagengine_server.cli.bench.arguments import Common, counts
 from dagengine_server.cli.bench.costs import Costs
 from dagengine_server.cli.bench.http_load import Load, arrivals, base_url, prompts
@@ -18,6 +18,7 @@ from dagengine_server.cli.bench.latency import Objective, Stream, latency_figure
 from dagengine_server.cli.bench.lengths import LEAST, LOWEST_ID, MOST, Lengths, fixed, sharegpt
 from dagengine_server.cli.bench.publish import Destination, publish
 from dagengine_server.cli.bench.record import Circumstances, Figure, command_line
+from dagengine_server.cli.bench.settings import Settings
 from dagengine_server.cli.console import CommandError
 from dagengine_server.cli.threads import ThreadChoice
 
@@ -216,3 +217,44 @@ def test_arrivals_are_a_poisson_process_of_the_rate() -> None:
 
 def test_an_address_is_taken_with_and_without_its_version() -> None:
     assert base_url("http://h:1/v1/") == base_url("http://h:1") == "http://h:1"
+
+
+class SlowToCount:
+    """A probe whose tokens come 1 ms apart, and 5 ms apart where pages are counted at each."""
+
+    core = SimpleNamespace(default_backend="fused", config=SimpleNamespace(page_size=16))
+    page_bytes = 10
+
+    def __init__(self) -> None:
+        self._live = iter((0, 4))
+
+    def pages_live(self) -> int:
+        return next(self._live)
+
+    def prefill(self, prompts: list[object]) -> list[SimpleNamespace]:
+        return [SimpleNamespace(release=lambda: None) for _ in prompts]
+
+    def ids(self, count: int) -> int:
+        return count
+
+    def request(self, *given: object, **named: object) -> None:
+        return None
+
+    def temp_bytes(self, *, reset: bool = False) -> dict[str, int]:
+        return {"fused": 0}
+
+    def run(self, requests: list[None], traces: list[memory.Trace]) -> list[memory.Trace]:
+        for trace in traces:
+            trace.sampled += [i * (0.005 if trace.want_pages else 0.001) for i in range(4)]
+            trace.pages += [9] * (4 if trace.want_pages else 0)
+        return traces
+
+
+def test_tokens_of_readers_are_timed_in_a_run_that_counts_no_pages() -> None:
+    found = {
+        figure.metric: figure
+        for figure in memory.measure_readers(SlowToCount(), Settings(readers=3))  # type: ignore[arg-type]
+    }
+    assert found["KV bytes in use"].value == 90
+    assert found["time per token"].value == pytest.approx(1.0)
+    assert found["time per token, one reader"].value == pytest.approx(1.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import count
+from itertools import chain, count
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -30,7 +30,7 @@ from dagengine_positions import Layout, ModelAdapter, ModelGeometry, Segment, ch
 
 from .errors import DagError, as_dag_error, shown
 from .request import ContextRef, Request
-from .work import Extents
+from .work import DELTA, HI, LO, STORED, Extents
 
 
 @dataclass(frozen=True)
@@ -292,13 +292,7 @@ class Preparer:
         depends on what happens to be cached.
         """
         size = self._store.page_size
-        visible = len(
-            {
-                (segment.node, page)
-                for segment in layout.segments
-                for page in range(segment.start // size, (segment.stop - 1) // size + 1)
-            }
-        )
+        visible = _num_pages(layout, size)
         room = (self._store.num_pages - visible) * size - len(request.input_ids)
         asked = request.sampling.max_tokens if request.sampling else 0
         wanted = max_tokens if asked is not None else min(max_tokens, max(room, 1))
@@ -310,6 +304,21 @@ class Preparer:
                 "max_tokens" if request.sampling and len(request.input_ids) < room else "input",
             )
         return wanted, visible + -(-(len(request.input_ids) + wanted) // size)
+
+
+def _num_pages(layout: Layout, size: int) -> int:
+    """How many pages of `size` tokens the segments lie in, each node's own counted once."""
+    ranges: dict[object, list[tuple[int, int]]] = {}
+    for segment in layout.segments:
+        pages = (segment.start // size, -(-segment.stop // size))
+        ranges.setdefault(segment.node, []).append(pages)
+    found = 0
+    for listed in ranges.values():
+        end = 0
+        for first, behind in sorted(listed):
+            found += max(0, behind - max(first, end))
+            end = max(end, behind)
+    return found
 
 
 def _reference(ref: ResolvedRef, index: int) -> Reference:
@@ -334,10 +343,15 @@ def context_extents(reads: Sequence[Read], lease: Lease) -> Extents:
     view of a token = its node's own start + its offset + the read's delta
     DELTA of a row  = view - position at which the page's K was rotated
     """
-    rows: list[tuple[int, int, int, int, int]] = []
-    for index, read in enumerate(reads):
-        view = read.node.own_start + read.start + read.delta
-        for page, lo, hi, stored in lease.extents(index):
-            rows.append((page, lo, hi, stored, view - stored))
-            view += hi - lo
-    return np.array(rows, np.int32).reshape(-1, 5)
+    runs = [lease.extents(index) for index in range(len(reads))]
+    counts = np.array([len(run) for run in runs], np.int64)
+    found = np.fromiter(chain.from_iterable(chain.from_iterable(runs)), np.int32, 4 * int(counts.sum()))
+    rows = np.empty((len(found) // 4, 5), np.int32)
+    rows[:, :DELTA] = found.reshape(-1, 4)
+    # A read's rows follow one another: view = that of its first + the tokens before.
+    lengths = rows[:, HI].astype(np.int64) - rows[:, LO]
+    tokens = np.array([read.stop - read.start for read in reads], np.int64)
+    views = np.array([read.view_start for read in reads], np.int64)
+    before = np.cumsum(lengths) - lengths + np.repeat(views - (np.cumsum(tokens) - tokens), counts)
+    rows[:, DELTA] = before - rows[:, STORED]
+    return rows

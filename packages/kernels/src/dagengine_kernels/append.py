@@ -93,7 +93,12 @@ class AppendPlan:
         Returns: q in its dtype, normed if it has a norm, contiguous; None without one.
         Raises: KernelError (invalid_argument).
         """
-        self._check(k, v, kv_layer, q, k_norm, q_norm)
+        shapes = k.shape, v.shape, kv_layer.shape, None if q is None else q.shape
+        if shapes not in self._checked:
+            self._check(k, v, kv_layer, q)
+            self._checked.add(shapes)
+        if k_norm is not None or q_norm is not None:
+            self._check_norms(k, q, k_norm, q_norm)
         if self.implementation == "cuda":
             layout = self._appender.layout(k, v, kv_layer, q)
             if layout is not None:
@@ -119,15 +124,7 @@ class AppendPlan:
         self._put(k.to(kv_layer.dtype), v.to(kv_layer.dtype), kv_layer.permute(0, 3, 1, 2, 4))
         return _for_attention(q, q_norm)
 
-    def _check(
-        self,
-        k: Tensor,
-        v: Tensor,
-        kv_layer: Tensor,
-        q: Tensor | None,
-        k_norm: HeadNorm | None,
-        q_norm: HeadNorm | None,
-    ) -> None:
+    def _check(self, k: Tensor, v: Tensor, kv_layer: Tensor, q: Tensor | None) -> None:
         tokens = len(self.slots)
         if k.shape != v.shape or k.shape[0] != tokens or k.shape[1:] != kv_layer.shape[2::2]:
             want = [tokens, kv_layer.shape[2], kv_layer.shape[4]]
@@ -138,11 +135,15 @@ class AppendPlan:
             raise KernelError(INVALID_ARGUMENT, message, "kv_layer")
         if self.rotary is not None:
             check_head_dim(self.rotary, k.shape[-1])
-        if q is None and q_norm is not None:
-            raise KernelError(INVALID_ARGUMENT, "q_norm comes with the q that it is for", "q")
         if q is not None and (q.ndim != 3 or len(q) != tokens or q.shape[2] != k.shape[2]):
             message = f"must be [{tokens}, Hq, {k.shape[2]}], is {[*q.shape]}"
             raise KernelError(INVALID_ARGUMENT, message, "q")
+
+    def _check_norms(
+        self, k: Tensor, q: Tensor | None, k_norm: HeadNorm | None, q_norm: HeadNorm | None
+    ) -> None:
+        if q is None and q_norm is not None:
+            raise KernelError(INVALID_ARGUMENT, "q_norm comes with the q that it is for", "q")
         for field, norm in (("k_norm", k_norm), ("q_norm", q_norm)):
             if norm is None:
                 continue
@@ -150,6 +151,11 @@ class AppendPlan:
             if weight.shape != k.shape[2:] or weight.dtype != torch.float32 or not weight.is_contiguous():
                 message = f"its weight must be float32 [{k.shape[2]}], is {weight.dtype} {[*weight.shape]}"
                 raise KernelError(INVALID_ARGUMENT, message, field)
+
+    @cached_property
+    def _checked(self) -> set[tuple[torch.Size | None, ...]]:
+        """Shapes of tensors that fit."""
+        return set()
 
     @cached_property
     def _appender(self) -> Appender:

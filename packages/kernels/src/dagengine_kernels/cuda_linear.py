@@ -27,8 +27,9 @@ from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
 from dagengine_kernels.fused import native
 from dagengine_kernels.fused.cuda import gate, gemv, skinny, streamed, tiled
 from dagengine_kernels.fused.cuda import norm as rms
-from dagengine_kernels.fused.cuda.products import STEP, Layer
+from dagengine_kernels.fused.cuda.products import STEP, Layer, Product
 
+DEVICE = "cuda"
 DTYPES = (torch.float16, torch.bfloat16)
 
 CAPABILITIES = (9, 10)
@@ -42,8 +43,15 @@ STREAMED_ROWS = {"gated": 64, "normed": 64, "plain": 64}
 """Of more rows, up to this many are streamed.cu's; cuBLAS and the launches around it win from the next on."""
 
 
+KEPT_ROWS = 64
+"""Up to this many rows a layer's launches are prepared once for each number of them."""
+
+_Way = tuple[Product | None, bool]
+"""What multiplies, None for cuBLAS; and whether it takes x before the norm."""
+
+
 class CudaLinear:
-    """One layer.
+    """One layer. Threads may share it: what a call prepares for the next ones is never written again.
 
     Args:
         weight: half or bfloat16 [out, in] on a CUDA device, the layout of checkpoints; of a gated layer [2 * out, in],
@@ -75,7 +83,7 @@ class CudaLinear:
         few_rows: int | None = None,
         streamed_rows: int | None = None,
     ) -> None:
-        if weight.ndim != 2 or weight.dtype not in DTYPES or weight.device.type != "cuda":
+        if weight.ndim != 2 or weight.dtype not in DTYPES or weight.device.type != DEVICE:
             raise KernelError(
                 INVALID_ARGUMENT, "must be half or bfloat16 [out, in] on a CUDA device", "weight"
             )
@@ -119,6 +127,14 @@ class CudaLinear:
             norm=None if norm is None else _padded(norm.to(torch.float32), 8),
             eps=eps,
         )
+        self._device = weight.device
+        self._norm = None
+        if self._layer.norm is not None:
+            self._norm = rms.Norm(self._layer.norm, eps, inputs=self.num_inputs)
+        self._transposed = self._layer.weight[:, : self.num_inputs].t()
+        self._whole_row = (self.num_inputs, 1) if self.num_inputs % 8 == 0 else None
+        self._products: dict[tuple[int, torch.dtype], _Way] = {}
+        self._tiled: dict[tuple[tiled.Tile, torch.dtype], tiled.Tiled] = {}
         exact = bias is None or bias.dtype == weight.dtype
         self._bias = bias.contiguous() if bias is not None and exact else None
         self._bias_is_exact = exact
@@ -147,17 +163,18 @@ class CudaLinear:
         Raises: KernelError (invalid_argument).
         """
         dtype = dtype or x.dtype
-        layer, rows = self._layer, len(x)
-        if x.dtype != layer.weight.dtype or x.device != layer.weight.device:
-            message = f"must be {layer.weight.dtype} on {layer.weight.device}, is {x.dtype} on {x.device}"
+        shape = x.shape
+        rows = shape[0]
+        if x.dtype != self._layer.weight.dtype or x.device != self._device:
+            message = f"must be {self._layer.weight.dtype} on {self._device}, is {x.dtype} on {x.device}"
             raise KernelError(INVALID_ARGUMENT, message, "x")
-        if x.shape != (rows, self.num_inputs):
-            raise KernelError(INVALID_ARGUMENT, f"must be [T, {self.num_inputs}], is {[*x.shape]}", "x")
+        if shape != (rows, self.num_inputs):
+            raise KernelError(INVALID_ARGUMENT, f"must be [T, {self.num_inputs}], is {[*shape]}", "x")
         if dtype not in (x.dtype, torch.float32):
             raise KernelError(INVALID_ARGUMENT, f"is {x.dtype} or float32, not {dtype}", "dtype")
         if residual is not None:
             right = residual.shape == (rows, self.num_outputs) and residual.dtype == dtype
-            if not right or residual.device != x.device:
+            if not right or residual.device != self._device:
                 message = (
                     f"must be {dtype} {[rows, self.num_outputs]} on {x.device}, "
                     f"is {residual.dtype} {[*residual.shape]} on {residual.device}"
@@ -167,43 +184,56 @@ class CudaLinear:
                 residual = residual.contiguous()
         if rows == 0:
             return torch.empty(0, self.num_outputs, dtype=dtype, device=x.device)
-        if self.batch_invariant:
-            return self._invariant(x, residual, dtype)
-        given = (rows, self.num_inputs, self.num_outputs, layer.gated, self._sms)
-        few = gemv.layout(*given) if rows <= self._few_rows else None
-        many = streamed.layout(*given) if few is None and rows <= self._streamed_rows else None
-        if few is None and many is None:
+        product, norms = self._products.get((rows, dtype)) or self._way(rows, dtype)
+        if product is None:
             return self._by_cublas(self._normed(x), residual, dtype)
-        y = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)
-        if few is not None:
-            gemv.multiply(layer, few, _padded(x, 8), residual, y, norm=layer.norm is not None)
-        elif many is not None:
-            streamed.multiply(layer, many, self._normed(x), residual, y)
+        y = torch.empty(rows, self.num_outputs, dtype=dtype, device=self._device)
+        product(self._aligned(x) if norms else self._normed(x), residual, y)
         return y
 
-    def _invariant(self, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _way(self, rows: int, dtype: torch.dtype) -> _Way:
+        """What multiplies so many rows into y of `dtype`; kept for up to KEPT_ROWS."""
+        found = self._invariant(rows, dtype) if self.batch_invariant else self._fastest(rows, dtype)
+        if rows <= KEPT_ROWS:
+            self._products[rows, dtype] = found
+        return found
+
+    def _fastest(self, rows: int, dtype: torch.dtype) -> _Way:
+        layer = self._layer
+        given = (rows, self.num_inputs, self.num_outputs, layer.gated, self._sms)
+        few = gemv.layout(*given) if rows <= self._few_rows else None
+        if few is not None:
+            return gemv.Gemv(layer, few, dtype, norm=layer.norm is not None), True
+        many = streamed.layout(*given) if rows <= self._streamed_rows else None
+        return None if many is None else streamed.Streamed(layer, many, dtype), False
+
+    def _invariant(self, rows: int, dtype: torch.dtype) -> _Way:
         """By the kernels that share an order of sums."""
-        layer, rows = self._layer, len(x)
-        y = torch.empty(rows, self.num_outputs, dtype=dtype, device=x.device)
+        layer = self._layer
         for inside in (True, False) if layer.norm is not None else (False,):
             chosen = skinny.layout(rows, self.num_inputs, self.num_outputs, layer.gated, inside, self._sms)
             if chosen is not None:
-                given = _padded(x, 8) if inside else self._normed(x)
-                skinny.multiply(layer, chosen, given, residual, y, norm=inside)
-                return y
+                return skinny.Skinny(layer, chosen, dtype, norm=inside), inside
         tile = tiled.tile_for(rows, len(layer.weight), self._sms)
-        tiled.multiply(layer, tile, self._normed(x), residual, y)
-        return y
+        if (tile, dtype) not in self._tiled:
+            self._tiled[tile, dtype] = tiled.Tiled(layer, tile, dtype)
+        return self._tiled[tile, dtype], False
+
+    def _aligned(self, x: Tensor) -> Tensor:
+        """x as the kernels take it."""
+        if x.stride() == self._whole_row and x.data_ptr() % 16 == 0:
+            return x
+        return _padded(x, 8)
 
     def _normed(self, x: Tensor) -> Tensor:
         """x through the norm, if any, as the kernels take it."""
-        x = _padded(x, 8)
-        layer = self._layer
-        return x if layer.norm is None else rms.rms_norm(x, layer.norm, layer.eps, inputs=self.num_inputs)
+        x = self._aligned(x)
+        return x if self._norm is None else self._norm(x)
 
     def _by_cublas(self, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
-        layer = self._layer
-        x, weight = x[:, : self.num_inputs], layer.weight[:, : self.num_inputs].t()
+        layer, weight = self._layer, self._transposed
+        if x.shape[1] != self.num_inputs:
+            x = x[:, : self.num_inputs]
         rounded_twice = residual is not None and (layer.gated or layer.bias is not None)
         if dtype != x.dtype or not self._bias_is_exact or rounded_twice:
             y = torch.mm(x, weight, out_dtype=torch.float32)

@@ -57,10 +57,10 @@ class Attention:
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
-        qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, dim)
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, dim)
+        q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
         out = attend(self.layer, q, k, v, q_norm=self.q_norm, k_norm=self.k_norm)
-        return self.out(out.reshape(x.shape[0], heads * dim), x)
+        return self.out(out.reshape(-1, heads * dim), x)
 
 
 @dataclass(frozen=True)

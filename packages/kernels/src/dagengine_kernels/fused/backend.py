@@ -320,7 +320,7 @@ def _same_device(device: torch.device, other: torch.device) -> bool:
 def _check_devices(device: torch.device, q: Tensor, kv_layer: Tensor, sinks: Tensor | None) -> None:
     """Raises KernelError (invalid_argument) for tensors that are not on the plan's device; sinks are moved to it."""
     for name, tensor in (("q", q), ("kv_layer", kv_layer)):
-        if not _same_device(device, tensor.device):
+        if tensor.device != device and not _same_device(device, tensor.device):
             raise KernelError(INVALID_ARGUMENT, f"must be on {device}, is on {tensor.device}", name)
     if kv_layer.device != q.device:
         raise KernelError(INVALID_ARGUMENT, f"must be on {q.device}, is on {kv_layer.device}", "kv_layer")

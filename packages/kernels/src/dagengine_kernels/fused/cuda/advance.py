@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
-from dagengine_kernels.fused.cuda.driver import Variant, kernel
+from dagengine_kernels.fused.cuda.driver import Variant, current_stream, kernel
 
 THREADS = 128
 
@@ -58,7 +58,7 @@ def advance(
         page_size=page_size,
     )
     if stream is None:
-        stream = torch.cuda.current_stream(entries.device).cuda_stream
+        stream = current_stream(entries.device.index)
     blocks = max(1, -(-len(tails) // THREADS))
     kernel("advance", "advance", {}, entries.device.index).launch(
         (blocks, 1, 1), (THREADS, 1, 1), 0, stream, params, pdl=pdl

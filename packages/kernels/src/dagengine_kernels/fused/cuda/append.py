@@ -11,7 +11,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from dagengine_kernels.fused.cuda.driver import Kernel, Variant, kernel
+from dagengine_kernels.fused.cuda.driver import Launch, Variant, current_stream, kernel
+from dagengine_kernels.fused.cuda.params import address, packer
 from dagengine_kernels.fused.cuda.vectors import HeadLayout, alignment, head_layout
 from dagengine_kernels.rotary import RotaryTable, exact_rows
 
@@ -60,6 +61,9 @@ class _Params(ctypes.Structure):
     )
 
 
+_PARAMS = packer(_Params)
+
+
 class Appender:
     """One step's tokens, for every layer of a group.
 
@@ -81,28 +85,34 @@ class Appender:
     ) -> None:
         self._settled = settled
         self._slots, self._positions, self._rotary = slots, positions, rotary
-        self._kernels: dict[tuple[HeadLayout, bool, bool, bool, bool, bool], Kernel] = {}
-        self._layouts: dict[tuple[torch.dtype, int, int], HeadLayout | None] = {}
-        self._params = _Params(
-            slots=slots.data_ptr(),
-            positions=positions.data_ptr(),
-            tokens=len(slots),
-            page_size=page_size,
-        )
-        if rotary is not None:
-            self._table = two_tables(rotary, slots.device)
-            self._params.table = self._table.data_ptr()
+        self._launches: dict[tuple[object, ...], tuple[Launch, int, int]] = {}
+        self._layouts: dict[tuple[object, ...], HeadLayout | None] = {}
+        self._table = None if rotary is None else two_tables(rotary, slots.device)
+        self._given = slots.data_ptr(), positions.data_ptr(), address(self._table)
+        self._sizes = len(slots), page_size
+        self._device = slots.device.index
 
     def layout(self, k: Tensor, v: Tensor, kv_layer: Tensor, q: Tensor | None) -> HeadLayout | None:
         """How the kernel would take these tensors; None where it does not."""
+        # What decides: alignments are powers of two up to 16.
+        key = (
+            kv_layer.dtype,
+            kv_layer.shape,
+            kv_layer.stride(),
+            *(None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16) for x in (k, v, q)),
+            kv_layer.data_ptr() % 16,
+        )
+        if key not in self._layouts:
+            self._layouts[key] = self._layout(k, v, kv_layer, q)
+        return self._layouts[key]
+
+    def _layout(self, k: Tensor, v: Tensor, kv_layer: Tensor, q: Tensor | None) -> HeadLayout | None:
         given = [k, v] if q is None else [k, v, q]
         if any(x.dtype != kv_layer.dtype or x.stride(-1) != 1 for x in given) or not kv_layer.is_contiguous():
             return None
         dim = kv_layer.shape[-1]
-        key = (kv_layer.dtype, dim, alignment(*given, kv_layer.data_ptr(), dim * kv_layer.element_size()))
-        if key not in self._layouts:
-            self._layouts[key] = head_layout(kv_layer.dtype, dim, self._rotary, key[2])
-        return self._layouts[key]
+        aligned = alignment(*given, kv_layer.data_ptr(), dim * kv_layer.element_size())
+        return head_layout(kv_layer.dtype, dim, self._rotary, aligned)
 
     def write(
         self,
@@ -128,35 +138,66 @@ class Appender:
         Returns: q [T, Hq, D], contiguous and, with a weight, normed; None without one.
         """
         tokens, kv_heads = k.shape[:2]
-        out = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = None if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
         if tokens == 0:
             return out
+        q_heads = 0 if q is None else q.shape[1]
         normed = q is not None and q_weight is not None
-        key = (layout, k_weight is not None, q is not None, normed, tokens >= MANY_TOKENS, self._settled)
-        found = self._kernels.get(key)
+        key = (layout, k_weight is not None, q is not None, normed, pdl, tokens, kv_heads, q_heads)
+        found = self._launches.get(key)
         if found is None:
-            macros = {**layout.macros(), **_choices(*key[1:])}
-            found = self._kernels[key] = kernel("append", "append", macros, kv_layer.device.index)
-        at_once = WARPS * 32 // layout.lanes
-        blocks = -(-tokens // at_once)
-        params = self._params
-        params.k, params.v, params.pages = k.data_ptr(), v.data_ptr(), kv_layer.data_ptr()
-        params.k_token, params.k_head = k.stride()[:2]
-        params.v_token, params.v_head = v.stride()[:2]
-        params.kv_heads, params.kv_rows = kv_heads, _sharing(blocks, kv_heads)
-        rows = params.kv_rows
-        if k_weight is not None:
-            params.k_weight, params.k_eps = k_weight.data_ptr(), k_eps
-        if q is not None and out is not None:
-            params.q, params.q_out = q.data_ptr(), out.data_ptr()
-            params.q_weight = None if q_weight is None else q_weight.data_ptr()
-            params.q_token, params.q_head = q.stride()[:2]
-            params.q_heads, params.q_rows = q.shape[1], _sharing(blocks, q.shape[1])
-            params.q_eps = q_eps
-            rows += params.q_rows
-        stream = torch.cuda.current_stream(kv_layer.device).cuda_stream
-        found.launch((blocks, rows, 1), (WARPS * 32, 1, 1), 0, stream, params, pdl=pdl)
+            found = self._launches[key] = self._prepare(*key)
+        launch, kv_rows, q_rows = found
+        num_slots, page_size = self._sizes
+        k_token, k_head, _ = k.stride()
+        v_token, v_head, _ = v.stride()
+        q_token, q_head, _ = (0, 0, 0) if q is None else q.stride()
+        params = _PARAMS.pack(
+            k.data_ptr(),
+            v.data_ptr(),
+            kv_layer.data_ptr(),
+            *self._given,
+            address(k_weight),
+            address(q),
+            address(out),
+            address(q_weight) if normed else 0,
+            k_token,
+            k_head,
+            v_token,
+            v_head,
+            q_token,
+            q_head,
+            num_slots,
+            kv_heads,
+            q_heads,
+            page_size,
+            kv_rows,
+            q_rows,
+            k_eps if k_weight is not None else 0.0,
+            q_eps if q is not None else 0.0,
+        )
+        launch(current_stream(self._device), params)
         return out
+
+    def _prepare(
+        self,
+        layout: HeadLayout,
+        k_norm: bool,
+        with_q: bool,
+        q_norm: bool,
+        pdl: bool,
+        tokens: int,
+        kv_heads: int,
+        q_heads: int,
+    ) -> tuple[Launch, int, int]:
+        """A launch, and among how many warps it shares out a token's heads of K and V, and of q."""
+        choices = _choices(k_norm, with_q, q_norm, tokens >= MANY_TOKENS, self._settled)
+        found = kernel("append", "append", {**layout.macros(), **choices}, self._device)
+        blocks = -(-tokens // (WARPS * 32 // layout.lanes))
+        kv_rows = _sharing(blocks, kv_heads)
+        q_rows = _sharing(blocks, q_heads) if with_q else 0
+        launch = found.prepare((blocks, kv_rows + q_rows, 1), (WARPS * 32, 1, 1), 0, pdl=pdl)
+        return launch, kv_rows, q_rows
 
 
 _tables: weakref.WeakKeyDictionary[RotaryTable, dict[torch.device, Tensor]] = weakref.WeakKeyDictionary()

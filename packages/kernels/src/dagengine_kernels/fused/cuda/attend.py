@@ -21,7 +21,8 @@ from dagengine_kernels.backend import AttentionShape, Capabilities
 from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
 from dagengine_kernels.fused.cuda import driver
 from dagengine_kernels.fused.cuda.advance import advance, prepare
-from dagengine_kernels.fused.cuda.merge import MergeLists, merge_parts, split_of
+from dagengine_kernels.fused.cuda.merge import Merge, MergeLists, split_of
+from dagengine_kernels.fused.cuda.params import address, packer
 from dagengine_kernels.fused.cuda.slot import Listed, PlanSlot
 from dagengine_kernels.fused.executor import Executor, FusedPlan
 from dagengine_kernels.fused.plan import ENTRY_RUN, WORK_BEGIN, PlanArrays, PlanClass, PlanParameters
@@ -74,6 +75,9 @@ class AttendParams(ctypes.Structure):
         ("settled", ctypes.c_int32),
         ("padding", ctypes.c_int32 * 14),
     ]
+
+
+_PARAMS = packer(AttendParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +148,15 @@ class Launches:
     """What plans of one graph key have in common.
 
     Attributes:
-        attend: kernel, grid, bytes of shared memory and parameters by tile height; `run` fills in its tensors.
+        attend: a launch by tile height, and its parameters between `lse2_out` and `sinks` and behind these.
         merge: None where no row was cut.
         tails: int32 [B or more, 2].
         step: int32 [1].
         rotary: what the parameters hold the address of.
     """
 
-    attend: tuple[tuple[driver.Kernel, int, int, AttendParams], ...]
-    merge: MergeLists | None
+    attend: tuple[tuple[driver.Launch, tuple[int, ...], tuple[float, ...]], ...]
+    merge: Merge | None
     tails: Tensor
     step: Tensor
     rotary: Tensor | None
@@ -187,7 +191,7 @@ class CudaExecutor(Executor):
         self.batch_invariant = batch_invariant
         self._rotary: dict[int, tuple[RotaryTable, Tensor]] = {}
         self._staging: dict[torch.device, Staging] = {}
-        self._maps: dict[tuple[object, ...], ctypes.Array] = {}
+        self._maps: dict[tuple[object, ...], bytes] = {}
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -243,21 +247,18 @@ class CudaExecutor(Executor):
     def run(
         self, plan: FusedPlan, q: Tensor, kv_layer: Tensor, *, sinks: Tensor | None, return_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        launches, slot = self._current(plan), plan.loaded["slot"]
+        launches = self._current(plan)
         q = q.contiguous()
         out = torch.empty_like(q)
         lse2 = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
         sinks = None if sinks is None else sinks.to(q.device, torch.float32).contiguous()
-        stream = torch.cuda.current_stream(q.device).cuda_stream
-        kv_map = self._map_of(kv_layer)
-        for kernel, grid, smem_bytes, params in launches.attend:
-            params.kv[:] = kv_map
-            params.q, params.out = q.data_ptr(), out.data_ptr()
-            params.lse2_out = 0 if lse2 is None else lse2.data_ptr()
-            params.sinks = 0 if sinks is None else sinks.data_ptr()
-            kernel.launch((grid, 1, 1), (THREADS, 1, 1), smem_bytes, stream, params, pdl=True)
+        stream = driver.current_stream(q.get_device())
+        pages = self._map_of(kv_layer)
+        changing = q.data_ptr(), out.data_ptr(), address(lse2)
+        for launch, before, behind in launches.attend:
+            launch(stream, _PARAMS.pack(pages, *changing, *before, address(sinks), *behind))
         if launches.merge is not None:
-            merge_parts(launches.merge, slot.o_part, slot.lse2_part, out, lse2, sinks, stream=stream)
+            launches.merge(out, lse2, sinks, stream)
         return out, lse2
 
     def advance(self, plan: FusedPlan) -> None:
@@ -285,28 +286,41 @@ class CudaExecutor(Executor):
                 macros(geometry, shape, plan.rotary, plan.dtype, self.batch_invariant),
                 device.index,
             )
-            params = AttendParams(
-                o_part=slot.o_part.data_ptr(),
-                lse2_part=slot.lse2_part.data_ptr(),
-                rotary=0 if rotary is None else rotary.data_ptr(),
-                score_scale=shape.scale / shape.softcap if shape.softcap else shape.scale * LOG2E,
-                cap_log2=(shape.softcap or 0.0) * LOG2E,
-                rotary_length=0 if plan.rotary is None else plan.rotary.length,
-                window=min(shape.window or 0, 2**30),  # no position is larger
-                num_kv_heads=shape.num_kv_heads,
-                settled=int(plan.settled),
-                **{name: slot.address(name) for name in ("entries", "runs", "deltas", "step")},
-                **{name: slot.address(f"{name}{rows}") for name in ("slots", "works", "work_indptr")},
+            launch = kernel.prepare((_grid(c), 1, 1), (THREADS, 1, 1), geometry.smem_bytes)
+            lists = (
+                "entries",
+                "runs",
+                "deltas",
+                f"slots{rows}",
+                f"works{rows}",
+                f"work_indptr{rows}",
+                "step",
             )
-            attend.append((kernel, _grid(c), geometry.smem_bytes, params))
+            before = slot.o_part.data_ptr(), slot.lse2_part.data_ptr(), address(rotary)
+            behind = (
+                *map(slot.address, lists),
+                shape.scale / shape.softcap if shape.softcap else shape.scale * LOG2E,
+                (shape.softcap or 0.0) * LOG2E,
+                0 if plan.rotary is None else plan.rotary.length,
+                min(shape.window or 0, 2**30),  # no position is larger
+                shape.num_kv_heads,
+                int(plan.settled),
+            )
+            attend.append((launch, before, behind))
         merge = None
         if merge_rows:
-            merge = MergeLists(
-                slot.ints("merge_rows", merge_rows),
-                slot.ints("merge_indptr", merge_rows + 1),
-                slot.ints("merge_parts", len(arrays.merge_parts)),
-                split_of(len(arrays.merge_parts), len(arrays.merge_rows)),
-                self.batch_invariant,
+            merge = Merge(
+                MergeLists(
+                    slot.ints("merge_rows", merge_rows),
+                    slot.ints("merge_indptr", merge_rows + 1),
+                    slot.ints("merge_parts", len(arrays.merge_parts)),
+                    split_of(len(arrays.merge_parts), len(arrays.merge_rows)),
+                    self.batch_invariant,
+                ),
+                slot.o_part,
+                slot.lse2_part,
+                plan.dtype,
+                shape.num_heads,
             )
         if plan.slot is not None:
             prepare(device.index)
@@ -333,7 +347,7 @@ class CudaExecutor(Executor):
             self._rotary[id(table)] = held
         return held[1]
 
-    def _map_of(self, kv_layer: Tensor) -> ctypes.Array:
+    def _map_of(self, kv_layer: Tensor) -> bytes:
         """The tensor map of a layer's pages, [pages, 2 * Hkv, page size, D] in boxes of [page size, 64]."""
         key = (kv_layer.data_ptr(), kv_layer.shape, kv_layer.dtype)
         found = self._maps.get(key)
@@ -342,7 +356,7 @@ class CudaExecutor(Executor):
                 self._maps.clear()
             pages, _, heads, page, dim = kv_layer.shape
             size = kv_layer.element_size()
-            raw = driver.tensor_map(
+            found = self._maps[key] = driver.tensor_map(
                 kv_layer.data_ptr(),
                 kv_layer.dtype,
                 dims=(dim, page, 2 * heads, pages),
@@ -351,7 +365,6 @@ class CudaExecutor(Executor):
                 swizzle_128b=True,
                 l2_bytes=0,
             )
-            found = self._maps[key] = (ctypes.c_uint64 * 16).from_buffer_copy(raw)
         return found
 
 

@@ -10,7 +10,8 @@ opens libcuda and NVRTC at run time.
     launch(grid, block, smem_bytes, stream, params)         neither allocates nor waits: it can be captured
 
 Every kernel takes one struct by value; `bytes(struct)` of a ctypes.Structure (or the structure itself) is its
-`params`. A device of compute capability 9.0 gets code for sm_90a.
+`params`. What is launched again and again is a `Launch`, whose layout stays. A device of compute capability 9.0 gets
+code for sm_90a.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class Kernel:
         Args:
             grid, block: blocks and threads (x, y, z).
             smem_bytes: dynamic shared memory per block.
-            stream: a CUDA stream handle, ``torch.cuda.current_stream().cuda_stream``.
+            stream: a CUDA stream handle, `current_stream`.
             params: the kernel's struct; it is copied before this returns.
             pdl: may start while the kernel before it in the stream still runs (programmatic stream serialization);
                 the kernel must then wait (griddepcontrol.wait) before it touches what that one writes.
@@ -165,6 +166,12 @@ class Kernel:
             self._function.launch(grid, block, smem_bytes, stream, params, pdl, cluster)
         except self._error as e:
             raise KernelError(INVALID_ARGUMENT, str(e), "launch") from e
+
+    def prepare(
+        self, grid: Dim, block: Dim, smem_bytes: int, *, pdl: bool = True, cluster: Dim = (1, 1, 1)
+    ) -> Launch:
+        """Launches of this layout; see `launch`."""
+        return Launch(self._function.launch, self._error, (grid, block, smem_bytes), (pdl, cluster))
 
     def blocks_per_sm(self, threads: int, smem_bytes: int) -> int:
         """How many blocks of this size an SM holds at once."""
@@ -192,6 +199,34 @@ class Kernel:
     def params_bytes(self) -> int:
         """Size of its struct; 0 where the driver cannot tell."""
         return int(self._function.params_bytes)
+
+
+class Launch:
+    """A kernel with the layout of its launches; made by `Kernel.prepare`."""
+
+    __slots__ = ("_error", "_launch", "after", "before")
+
+    def __init__(
+        self,
+        launch: Any,
+        error: type[Exception],
+        before: tuple[Dim, Dim, int],
+        after: tuple[bool, Dim],
+    ) -> None:
+        self._launch, self._error = launch, error
+        self.before, self.after = before, after
+
+    def __call__(self, stream: int, params: bytes | ctypes.Structure) -> None:
+        """As `Kernel.launch`."""
+        try:
+            self._launch(*self.before, stream, params, *self.after)
+        except self._error as e:
+            raise KernelError(INVALID_ARGUMENT, str(e), "launch") from e
+
+
+def current_stream(device: int) -> int:
+    """The handle of the stream that torch launches on now."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 _kernels: dict[tuple[str, str, tuple[tuple[str, int | str], ...], int], Kernel] = {}

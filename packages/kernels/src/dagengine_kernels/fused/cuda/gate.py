@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
-from dagengine_kernels.fused.cuda.driver import Kernel, Variant, kernel
+from dagengine_kernels.fused.cuda.driver import Kernel, Variant, current_stream, kernel
 from dagengine_kernels.fused.cuda.vectors import DTYPES
 
 THREADS = 256
@@ -49,7 +49,7 @@ def silu_mul(x: Tensor, *, pdl: bool = True) -> Tensor:
         return y
     vec = width(outputs)
     params = _Params(x=x.data_ptr(), y=y.data_ptr(), vectors=y.numel() // vec, outputs=outputs)
-    stream = torch.cuda.current_stream(x.device).cuda_stream
+    stream = current_stream(x.device.index)
     blocks = -(-params.vectors // (THREADS * PER))
     found = _kernel(DTYPES[x.dtype], vec, x.device.index)
     found.launch((blocks, 1, 1), (THREADS, 1, 1), 0, stream, params, pdl=pdl)

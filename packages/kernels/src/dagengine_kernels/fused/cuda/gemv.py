@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
 from dagengine_kernels.fused.cuda.driver import Kernel, Variant, kernel
-from dagengine_kernels.fused.cuda.products import STEP, Layer
+from dagengine_kernels.fused.cuda.products import STEP, Layer, Product
 
 WARPS = 8
 MAX_ROWS = 8
@@ -103,6 +103,30 @@ def macros(base: dict[str, int], chosen: Layout, inputs: int, norm: bool) -> dic
     return base | chosen.macros() | {"STEPS": -(-inputs // STEP), "NORM": int(norm)}
 
 
+class Gemv(Product):
+    """The launches of a layer, x's rows as many as the layout's.
+
+    Args:
+        dtype: of y.
+        norm: x is yet to be normed.
+    """
+
+    def __init__(
+        self, layer: Layer, chosen: Layout, dtype: torch.dtype, *, norm: bool, pdl: bool = True
+    ) -> None:
+        defined = macros(layer.macros(dtype), chosen, layer.num_inputs, norm)
+        found = _kernel(tuple(defined.items()), layer.weight.device.index)
+        block = (WARPS * 32, 1, 1)
+        launch = found.prepare((chosen.blocks, 1, 1), block, chosen.shared_bytes, pdl=pdl)
+        super().__init__(layer, launch, chosen.tiles, chosen.rounds)
+        self._rows = chosen.rows
+
+    def params(self, x: Tensor, residual: Tensor | None, y: Tensor) -> bytes:
+        if x.shape[0] != self._rows:
+            raise KernelError(INVALID_ARGUMENT, f"must have {self._rows} rows, has {x.shape[0]}", "x")
+        return super().params(x, residual, y)
+
+
 def multiply(
     layer: Layer,
     chosen: Layout,
@@ -113,19 +137,8 @@ def multiply(
     norm: bool,
     pdl: bool = True,
 ) -> None:
-    """Queue y [T, outputs] of x; `Layer.params` says what they must be. `norm`: x is yet to be normed."""
-    if len(x) != chosen.rows:
-        raise KernelError(INVALID_ARGUMENT, f"must have {chosen.rows} rows, has {len(x)}", "x")
-    defined = macros(layer.macros(y.dtype), chosen, layer.num_inputs, norm)
-    found = _kernel(tuple(defined.items()), y.device.index)
-    found.launch(
-        (chosen.blocks, 1, 1),
-        (WARPS * 32, 1, 1),
-        chosen.shared_bytes,
-        torch.cuda.current_stream(y.device).cuda_stream,
-        layer.params(x, residual, y, chosen.tiles, chosen.rounds),
-        pdl=pdl,
-    )
+    """One launch of `Gemv`."""
+    Gemv(layer, chosen, y.dtype, norm=norm, pdl=pdl)(x, residual, y)
 
 
 @functools.cache

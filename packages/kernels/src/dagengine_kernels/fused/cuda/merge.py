@@ -8,12 +8,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
-from dagengine_kernels.fused.cuda.driver import Kernel, Variant, kernel
+from dagengine_kernels.fused.cuda.driver import Kernel, Launch, Variant, current_stream, kernel
+from dagengine_kernels.fused.cuda.params import address, packer
 from dagengine_kernels.fused.cuda.vectors import DTYPES
 from dagengine_kernels.fused.plan import PlanArrays
 
@@ -65,6 +67,49 @@ class MergeLists:
         return cls(*(torch.from_numpy(x).to(device) for x in lists))
 
 
+_PARAMS = packer(_Params)
+
+
+class Merge:
+    """The launches of `merge_parts` with the same lists, of at least one row, and the same partial results.
+
+    Args:
+        lists, o_part, lse2_part, pdl: as there.
+        dtype, num_heads: of out.
+    """
+
+    def __init__(
+        self,
+        lists: MergeLists,
+        o_part: Tensor,
+        lse2_part: Tensor,
+        dtype: torch.dtype,
+        num_heads: int,
+        *,
+        pdl: bool = True,
+    ) -> None:
+        self.lists, self._parts = lists, (o_part, lse2_part)
+        self._dtype, self._pdl = dtype, pdl
+        self._addresses = tuple(
+            x.data_ptr() for x in (o_part, lse2_part, lists.rows, lists.indptr, lists.parts)
+        )
+        self._sizes = len(lists.rows), num_heads // o_part.shape[1]
+
+    @cached_property
+    def _launch(self) -> Launch:
+        lists, (o_part, _) = self.lists, self._parts
+        num_rows, (_, group, dim) = len(lists.rows), o_part.shape
+        split = 1 if lists.ordered else lists.split or split_of(len(lists.parts), num_rows)
+        found = _kernel(self._dtype, o_part.dtype, dim, group, split, lists.ordered, o_part.device.index)
+        grid = (-(-num_rows * group * split // WARPS), 1, 1)
+        return found.prepare(grid, (WARPS * 32, 1, 1), 0, pdl=self._pdl)
+
+    def __call__(self, out: Tensor, lse2: Tensor | None, sinks: Tensor | None, stream: int) -> None:
+        """Queue one; the tensors are as `merge_parts` takes them."""
+        params = _PARAMS.pack(*self._addresses, out.data_ptr(), address(lse2), address(sinks), *self._sizes)
+        self._launch(stream, params)
+
+
 def merge_parts(
     lists: MergeLists,
     o_part: Tensor,
@@ -88,31 +133,12 @@ def merge_parts(
     A row without parts, or with empty ones only, becomes 0 and -inf (with sinks: 0 and the sink alone).
     Raises: KernelError (invalid_argument, capability_missing).
     """
-    num_rows = len(lists.rows)
-    num_heads, dim = out.shape[1:]
-    group = o_part.shape[1]
     _check(o_part, lse2_part, out, lse2, sinks)
-    if num_rows == 0:
+    if len(lists.rows) == 0:
         return
-    split = 1 if lists.ordered else lists.split or split_of(len(lists.parts), num_rows)
-    params = _Params(
-        o_part=o_part.data_ptr(),
-        lse2_part=lse2_part.data_ptr(),
-        rows=lists.rows.data_ptr(),
-        indptr=lists.indptr.data_ptr(),
-        parts=lists.parts.data_ptr(),
-        out=out.data_ptr(),
-        lse2=None if lse2 is None else lse2.data_ptr(),
-        sinks=None if sinks is None else sinks.data_ptr(),
-        num_rows=num_rows,
-        kv_heads=num_heads // group,
-    )
     if stream is None:
-        stream = torch.cuda.current_stream(out.device).cuda_stream
-    found = _kernel(out.dtype, o_part.dtype, dim, group, split, lists.ordered, out.device.index)
-    found.launch(
-        (-(-num_rows * group * split // WARPS), 1, 1), (WARPS * 32, 1, 1), 0, stream, params, pdl=pdl
-    )
+        stream = current_stream(out.device.index)
+    Merge(lists, o_part, lse2_part, out.dtype, out.shape[1], pdl=pdl)(out, lse2, sinks, stream)
 
 
 def split_of(num_parts: int, num_rows: int) -> int:

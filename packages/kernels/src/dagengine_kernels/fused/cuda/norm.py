@@ -10,9 +10,11 @@ from torch import Tensor
 
 from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
 from dagengine_kernels.fused import native
-from dagengine_kernels.fused.cuda.driver import Kernel, Variant, kernel
+from dagengine_kernels.fused.cuda.driver import Launch, Variant, current_stream, kernel
+from dagengine_kernels.fused.cuda.params import packer
 from dagengine_kernels.fused.cuda.vectors import DTYPES
 
+DEVICE = "cuda"
 THREADS = 256
 MAX_INPUTS = 32768
 
@@ -50,10 +52,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, inputs: int | None = None
     Returns: [T, H] in x's dtype, contiguous.
     Raises: KernelError (invalid_argument).
     """
-    if x.ndim != 2 or x.dtype not in (torch.float16, torch.bfloat16) or x.device.type != "cuda":
+    if x.ndim != 2 or x.dtype not in (torch.float16, torch.bfloat16) or x.device.type != DEVICE:
         message = f"must be half or bfloat16 [T, H] on a CUDA device, is {x.dtype} {[*x.shape]} on {x.device}"
         raise KernelError(INVALID_ARGUMENT, message, "x")
-    rows, columns = x.shape
+    columns = x.shape[1]
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     if columns % 8 or not 0 < columns <= MAX_INPUTS or not aligned:
         message = f"must have 16-byte aligned rows of a multiple of 8 up to {MAX_INPUTS}, is {[*x.shape]}"
@@ -65,24 +67,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, inputs: int | None = None
     if not fits or not weight.is_contiguous() or weight.data_ptr() % 16:
         message = f"must be float32 [{columns}] on {x.device}, is {weight.dtype} {[*weight.shape]}"
         raise KernelError(INVALID_ARGUMENT, message, "weight")
-    y = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    if rows == 0:
+    return Norm(weight, eps, inputs=inputs, pdl=pdl)(x)
+
+
+_PARAMS = packer(_Params)
+
+
+class Norm:
+    """The launches of `rms_norm` with one weight, which, like x, is as it must be."""
+
+    def __init__(self, weight: Tensor, eps: float, *, inputs: int, pdl: bool = True) -> None:
+        self._weight, self._device, self._pdl = weight, weight.device.index, pdl
+        self._shape = shape(len(weight))
+        self._sizes = len(weight), inputs, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rows = x.shape[0]
+        if rows == 0:
+            return y
+        params = _PARAMS.pack(
+            x.data_ptr(), self._weight.data_ptr(), y.data_ptr(), x.stride(0), rows, *self._sizes
+        )
+        blocks = -(-rows * self._shape[0] // THREADS)
+        launch = _launch(DTYPES[x.dtype], *self._shape, blocks, self._pdl, self._device)
+        launch(current_stream(self._device), params)
         return y
-    lanes, per = shape(columns)
-    params = _Params(
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        y=y.data_ptr(),
-        x_row=x.stride(0),
-        rows=rows,
-        columns=columns,
-        inputs=inputs,
-        eps=eps,
-    )
-    found = _kernel(DTYPES[x.dtype], lanes, per, x.device.index)
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    found.launch((-(-rows * lanes // THREADS), 1, 1), (THREADS, 1, 1), 0, stream, params, pdl=pdl)
-    return y
 
 
 def shape(columns: int) -> tuple[int, int]:
@@ -97,9 +107,10 @@ def _capable(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@functools.cache
-def _kernel(dtype: int, lanes: int, per: int, device: int) -> Kernel:
-    return kernel("norm", "rms_norm", {"DTYPE": dtype, "LANES": lanes, "PER": per}, device)
+@functools.lru_cache(maxsize=4096)
+def _launch(dtype: int, lanes: int, per: int, blocks: int, pdl: bool, device: int) -> Launch:
+    found = kernel("norm", "rms_norm", {"DTYPE": dtype, "LANES": lanes, "PER": per}, device)
+    return found.prepare((blocks, 1, 1), (THREADS, 1, 1), 0, pdl=pdl)
 
 
 def variants() -> tuple[Variant, ...]:

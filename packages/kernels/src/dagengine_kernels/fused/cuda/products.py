@@ -1,4 +1,4 @@
-"""What the kernels of linear layers take (csrc/cuda/products.cuh). Knows tensors; no models."""
+"""What the kernels of linear layers take (csrc/cuda/products.cuh), and their launches. Knows tensors; no models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dagengine_kernels.fused.cuda.driver import Launch, current_stream
+from dagengine_kernels.fused.cuda.params import address, packer
 from dagengine_kernels.fused.cuda.vectors import DTYPES
 
 STEP = 64
@@ -67,26 +69,41 @@ class Layer:
             "GATED": int(self.gated),
         }
 
-    def params(self, x: Tensor, residual: Tensor | None, y: Tensor, tiles: int, rounds: int = 1) -> Params:
-        """x [T, at least the inputs rounded up to a multiple of 8], zeros there, rows 16-byte aligned; y contiguous."""
-        return Params(
-            x=x.data_ptr(),
-            weight=self.weight.data_ptr(),
-            norm=_address(self.norm),
-            bias=_address(self.bias),
-            residual=_address(residual),
-            y=y.data_ptr(),
-            x_row=x.stride(0),
-            residual_row=0 if residual is None else residual.stride(0),
-            rows=len(x),
-            inputs=self.num_inputs,
-            steps=self.steps,
-            outputs=self.num_outputs,
-            tiles=tiles,
-            rounds=rounds,
-            eps=self.eps,
+
+class Product:
+    """The launches of one layer in one layout: what they have in common is taken once.
+
+    Args:
+        launch: prepared on the layer's device.
+        tiles, rounds: as `Params` has them.
+    """
+
+    def __init__(self, layer: Layer, launch: Launch, tiles: int, rounds: int = 1) -> None:
+        self.layer = layer
+        self._launch, self._device = launch, layer.weight.device.index
+        self._tensors = layer.weight.data_ptr(), address(layer.norm), address(layer.bias)
+        self._sizes = layer.num_inputs, layer.steps, layer.num_outputs, tiles, rounds, layer.eps
+
+    def __call__(self, x: Tensor, residual: Tensor | None, y: Tensor) -> None:
+        """Queue y [T, outputs] of x.
+
+        x [T, at least the inputs rounded up to a multiple of 8], zeros there, rows 16-byte aligned; y contiguous.
+        Raises: KernelError (invalid_argument) for a number of rows that the layout is not for.
+        """
+        self._launch(current_stream(self._device), self.params(x, residual, y))
+
+    def params(self, x: Tensor, residual: Tensor | None, y: Tensor) -> bytes:
+        """The kernel's struct."""
+        return _PARAMS.pack(
+            x.data_ptr(),
+            *self._tensors,
+            0 if residual is None else residual.data_ptr(),
+            y.data_ptr(),
+            x.stride(0),
+            0 if residual is None else residual.stride(0),
+            x.shape[0],
+            *self._sizes,
         )
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+_PARAMS = packer(Params)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
 from dagengine_kernels.fused.cuda.driver import Kernel, Variant, kernel
-from dagengine_kernels.fused.cuda.products import SEGMENTS, STEP, Layer
+from dagengine_kernels.fused.cuda.products import SEGMENTS, STEP, Layer, Product
 
 WARPS = 8
 TILE = 16
@@ -102,6 +102,30 @@ def macros(base: dict[str, int], chosen: Layout, inputs: int, norm: bool) -> dic
     return base | chosen.macros() | {"NORM": norm_vectors(inputs) if norm else 0}
 
 
+class Skinny(Product):
+    """The launches of a layer.
+
+    Args:
+        dtype: of y.
+        norm: x is yet to be normed.
+    """
+
+    def __init__(
+        self, layer: Layer, chosen: Layout, dtype: torch.dtype, *, norm: bool, pdl: bool = True
+    ) -> None:
+        defined = macros(layer.macros(dtype), chosen, layer.num_inputs, norm)
+        found = _kernel(tuple(defined.items()), layer.weight.device.index)
+        block = (WARPS * 32 + 32, 1, 1)
+        launch = found.prepare((chosen.blocks, 1, 1), block, chosen.shared_bytes, pdl=pdl)
+        super().__init__(layer, launch, chosen.tiles)
+        self._most = NORM_ROWS if norm else MAX_ROWS
+
+    def params(self, x: Tensor, residual: Tensor | None, y: Tensor) -> bytes:
+        if x.shape[0] > self._most:
+            raise KernelError(INVALID_ARGUMENT, f"takes at most {self._most} rows, not {x.shape[0]}", "x")
+        return super().params(x, residual, y)
+
+
 def multiply(
     layer: Layer,
     chosen: Layout,
@@ -112,19 +136,8 @@ def multiply(
     norm: bool,
     pdl: bool = True,
 ) -> None:
-    """Queue y [T, outputs] of x; `Layer.params` says what they must be. `norm`: x is yet to be normed."""
-    if norm and len(x) > NORM_ROWS:
-        raise KernelError(INVALID_ARGUMENT, f"norms at most {NORM_ROWS} rows, not {len(x)}", "x")
-    defined = macros(layer.macros(y.dtype), chosen, layer.num_inputs, norm)
-    found = _kernel(tuple(defined.items()), y.device.index)
-    found.launch(
-        (chosen.blocks, 1, 1),
-        (WARPS * 32 + 32, 1, 1),
-        chosen.shared_bytes,
-        torch.cuda.current_stream(y.device).cuda_stream,
-        layer.params(x, residual, y, chosen.tiles),
-        pdl=pdl,
-    )
+    """One launch of `Skinny`."""
+    Skinny(layer, chosen, y.dtype, norm=norm, pdl=pdl)(x, residual, y)
 
 
 @functools.cache

@@ -19,7 +19,8 @@ from torch import Tensor
 from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
 from dagengine_kernels.fused.cuda import driver
 from dagengine_kernels.fused.cuda.driver import Kernel, Variant
-from dagengine_kernels.fused.cuda.products import STEP, Layer, Params
+from dagengine_kernels.fused.cuda.params import packer
+from dagengine_kernels.fused.cuda.products import STEP, Layer, Params, Product
 
 CAPABILITY = (9, 0)
 MAX_ROWS = 64
@@ -145,7 +146,7 @@ def _tiles(outputs: int, per_tile: int) -> int:
     return -(-outputs // per_tile)
 
 
-class _Launch(ctypes.Structure):
+class Launch(ctypes.Structure):
     """`Launch` of streamed.cu."""
 
     _fields_: ClassVar = [
@@ -157,51 +158,56 @@ class _Launch(ctypes.Structure):
     ]
 
 
+_LAUNCH = packer(Launch)
+
+
+class Streamed(Product):
+    """The launches of a layer on x normed already, of at most `chosen.columns` rows; `dtype`: of y."""
+
+    def __init__(self, layer: Layer, chosen: Layout, dtype: torch.dtype, *, pdl: bool = True) -> None:
+        weight = layer.weight
+        defined = {**layer.macros(dtype), **chosen.macros()}
+        found = _kernel(tuple(defined.items()), weight.device.index)
+        launch = found.prepare(
+            (chosen.blocks, 1, 1),
+            (chosen.threads, 1, 1),
+            chosen.shared_bytes,
+            pdl=pdl,
+            cluster=(chosen.split, 1, 1),
+        )
+        super().__init__(layer, launch, chosen.tiles)
+        box = chosen.tile // 2 if layer.gated else chosen.tile
+        rows, columns = weight.shape
+        self._weight_map = _map(weight.data_ptr(), weight.dtype, rows, columns, columns, box)
+        self._dtype, self._most = weight.dtype, chosen.columns
+        self._columns = -(-layer.num_inputs // 8) * 8
+        self._whole, self._vector = layer.num_outputs % 4 == 0, 4 * dtype.itemsize
+
+    def params(self, x: Tensor, residual: Tensor | None, y: Tensor) -> bytes:
+        rows, columns = x.shape[0], self._columns
+        if rows > self._most:
+            raise KernelError(INVALID_ARGUMENT, f"must have at most {self._most} rows, has {rows}", "x")
+        whole = self._whole and self._in_vectors(y) and (residual is None or self._in_vectors(residual))
+        pitch = x.stride(0) if rows > 1 else columns
+        x_map = _map(x.data_ptr(), self._dtype, rows, columns, pitch, self._most)
+        return _LAUNCH.pack(self._weight_map, x_map, super().params(x, residual, y), whole)
+
+    def _in_vectors(self, tensor: Tensor) -> bool:
+        """Whether every fourth element of a row lies at a multiple of four elements' bytes."""
+        return tensor.data_ptr() % self._vector == 0 and tensor.stride(0) % 4 == 0
+
+
 def multiply(
     layer: Layer, chosen: Layout, x: Tensor, residual: Tensor | None, y: Tensor, *, pdl: bool = True
 ) -> None:
-    """Queue y [T, outputs] of x, normed already; `Layer.params` says what they must be.
-
-    Raises: KernelError (invalid_argument) for more rows than the layout has columns.
-    """
-    if len(x) > chosen.columns:
-        raise KernelError(INVALID_ARGUMENT, f"must have at most {chosen.columns} rows, has {len(x)}", "x")
-    defined = {**layer.macros(y.dtype), **chosen.macros()}
-    found = _kernel(tuple(defined.items()), y.device.index)
-    found.launch(
-        (chosen.blocks, 1, 1),
-        (chosen.threads, 1, 1),
-        chosen.shared_bytes,
-        torch.cuda.current_stream(y.device).cuda_stream,
-        launch_of(layer, chosen, x, residual, y),
-        pdl=pdl,
-        cluster=(chosen.split, 1, 1),
-    )
-
-
-def launch_of(layer: Layer, chosen: Layout, x: Tensor, residual: Tensor | None, y: Tensor) -> _Launch:
-    """What the kernel takes."""
-    rows, columns, weight = len(x), -(-layer.num_inputs // 8) * 8, layer.weight
-    pitch = x.stride(0) if rows > 1 else columns
-    box = chosen.tile // 2 if layer.gated else chosen.tile
-    vectors = [y] if residual is None else [y, residual]
-    whole = layer.num_outputs % 4 == 0 and all(
-        t.data_ptr() % (4 * t.element_size()) == 0 and t.stride(0) % 4 == 0 for t in vectors
-    )
-    return _Launch(
-        weight=_map(weight.data_ptr(), weight.dtype, len(weight), weight.shape[1], weight.shape[1], box),
-        x=_map(x.data_ptr(), x.dtype, rows, columns, pitch, chosen.columns),
-        layer=layer.params(x, residual, y, chosen.tiles),
-        whole=int(whole),
-    )
+    """One launch of `Streamed`."""
+    Streamed(layer, chosen, y.dtype, pdl=pdl)(x, residual, y)
 
 
 @functools.lru_cache(maxsize=8192)
-def _map(
-    pointer: int, dtype: torch.dtype, rows: int, columns: int, pitch: int, box: int
-) -> ctypes.Array[ctypes.c_uint64]:
+def _map(pointer: int, dtype: torch.dtype, rows: int, columns: int, pitch: int, box: int) -> bytes:
     """The tensor map of [rows, columns], rows `pitch` elements apart, in boxes of [box, STEP]; zeros outside."""
-    raw = driver.tensor_map(
+    return driver.tensor_map(
         pointer,
         dtype,
         dims=(columns, rows),
@@ -209,7 +215,6 @@ def _map(
         box=(STEP, box),
         swizzle_128b=True,
     )
-    return (ctypes.c_uint64 * 16).from_buffer_copy(raw)
 
 
 @functools.cache

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dagengine_kernels.fused.cuda.driver import Kernel, Variant, kernel
-from dagengine_kernels.fused.cuda.products import STEP, Layer
+from dagengine_kernels.fused.cuda.driver import Kernel, Launch, Variant, current_stream, kernel
+from dagengine_kernels.fused.cuda.products import STEP, Layer, Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +47,32 @@ def tile_for(rows: int, weight_rows: int, sms: int) -> Tile:
     return LARGE if blocks >= sms else SMALL
 
 
+class Tiled(Product):
+    """The launches of a layer on x normed already, of any number of rows; `dtype`: of y."""
+
+    def __init__(self, layer: Layer, tile: Tile, dtype: torch.dtype, *, pdl: bool = True) -> None:
+        defined = {**layer.macros(dtype), **tile.macros()}
+        self._kernel = _kernel(tuple(defined.items()), layer.weight.device.index)
+        self._tile, self._tiles = tile, -(-layer.weight.shape[0] // tile.weight_rows)
+        self._pdl = pdl
+        super().__init__(layer, self._prepared(1), self._tiles)
+
+    def __call__(self, x: Tensor, residual: Tensor | None, y: Tensor) -> None:
+        launch = self._prepared(x.shape[0])
+        launch(current_stream(self._device), self.params(x, residual, y))
+
+    def _prepared(self, rows: int) -> Launch:
+        tile = self._tile
+        grid = (-(-rows // tile.x_rows), self._tiles, 1)
+        block = (tile.warps_m * tile.warps_n * 32, 1, 1)
+        return self._kernel.prepare(grid, block, tile.shared_bytes, pdl=self._pdl)
+
+
 def multiply(
     layer: Layer, tile: Tile, x: Tensor, residual: Tensor | None, y: Tensor, *, pdl: bool = True
 ) -> None:
-    """Queue y [T, outputs] of x, normed already; `Layer.params` says what they must be."""
-    macros = {**layer.macros(y.dtype), **tile.macros()}
-    found = _kernel(tuple(macros.items()), y.device.index)
-    tiles = -(-layer.weight.shape[0] // tile.weight_rows)
-    found.launch(
-        (-(-len(x) // tile.x_rows), tiles, 1),
-        (tile.warps_m * tile.warps_n * 32, 1, 1),
-        tile.shared_bytes,
-        torch.cuda.current_stream(y.device).cuda_stream,
-        layer.params(x, residual, y, tiles),
-        pdl=pdl,
-    )
+    """One launch of `Tiled`."""
+    Tiled(layer, tile, y.dtype, pdl=pdl)(x, residual, y)
 
 
 @functools.cache

@@ -15,7 +15,8 @@ ANSWER = 32
 def measure_readers(probe: Probe, settings: Settings) -> list[Figure]:
     """The most pages in use while all readers run, less what was in use before the state was made.
 
-    A step of all readers is set beside a step of one, which reads as long a context.
+    A step of all readers is set beside a step of one, which reads as long a context. Pages are counted in a run of
+    their own: counting them at each token takes time.
     """
     case = f"{settings.readers} readers of one state of {settings.shared}"
     backend = probe.core.default_backend
@@ -23,17 +24,18 @@ def measure_readers(probe: Probe, settings: Settings) -> list[Figure]:
     (state,) = probe.prefill([probe.ids(settings.shared)])
     copy = probe.pages_live() - before
 
-    def read(count: int) -> list[Trace]:
+    def read(count: int, *, want_pages: bool = False) -> list[Trace]:
         requests = [
             probe.request(probe.ids(QUESTION), context=[state], tokens=ANSWER + 1) for _ in range(count)
         ]
-        return probe.run(requests, [Trace(want_pages=True) for _ in requests])
+        return probe.run(requests, [Trace(want_pages=want_pages) for _ in requests])
 
     for count in (1, settings.readers):
         read(count)
     probe.temp_bytes(reset=True)
+    counted = read(settings.readers, want_pages=True)
+    peak = max(pages for trace in counted for pages in trace.pages) - before
     traces, one = read(settings.readers), read(1)
-    peak = max(pages for trace in traces for pages in trace.pages) - before
     tails = settings.readers * -(-(QUESTION + ANSWER) // probe.core.config.page_size)
     temporary = probe.temp_bytes()[backend]
     state.release()
