@@ -34,9 +34,12 @@ class Arena:
     def compute(self, node: ShadowNode, tokens: list[int]) -> None:
         """Append tokens to the node and give each its KV."""
         for token in tokens:
+            before = node.kv[-1] if node.kv else self._intern((node.salt, node.sees))
             node.tokens.append(token)
-            made_from = (node.salt, node.sees, tuple(node.tokens))
-            node.kv.append(self._known.setdefault(made_from, len(self._known)))
+            node.kv.append(self._intern((before, token)))
+
+    def _intern(self, made_from: object) -> int:
+        return self._known.setdefault(made_from, len(self._known))
 
     def read(self, extents: list[tuple[int, int, int, int]]) -> list[int]:
         """The KV that the extents show; fails unless each row was written at the position they claim."""

@@ -12,16 +12,27 @@ from dagengine_kvstore import (
     Copy,
     KVStoreError,
     LeastRecentlyUsed,
+    NextUse,
     NoTransfer,
     Transfer,
 )
-from dagengine_kvstore.conformance import EvictionPolicyConformance, TransferConformance
+from dagengine_kvstore.conformance import (
+    EvictionPolicyConformance,
+    TransferConformance,
+    TransferContentsConformance,
+)
+from dagengine_kvstore.fake_transfer import FakeTransfer
 from dagengine_kvstore.tiers import TRANSITIONS, Tier
 
 
 class TestLeastRecentlyUsed(EvictionPolicyConformance):
     def make(self) -> LeastRecentlyUsed:
         return LeastRecentlyUsed()
+
+
+class TestNextUse(EvictionPolicyConformance):
+    def make(self) -> NextUse:
+        return NextUse()
 
 
 class CheapestFirst:
@@ -61,10 +72,25 @@ class LateTransfer:
     def poll(self) -> Sequence[Completion]:
         return (Completion(self.tickets.pop()),) if self.tickets else ()
 
+    def abort(self, ticket: int) -> bool:
+        return ticket not in self.tickets
+
 
 class TestLateTransfer(TransferConformance):
     def make(self) -> Transfer:
         return LateTransfer()
+
+
+class TestFakeTransfer(TransferContentsConformance):
+    def make(self) -> FakeTransfer:
+        self.device: list[object] = [None] * 16
+        return FakeTransfer(self.device, 5, rows=2, delay=(1, 4))
+
+    def fill(self, transfer: Transfer, page: int, value: int) -> None:
+        self.device[2 * page : 2 * page + 2] = [value, -value - 1]
+
+    def contents(self, transfer: Transfer, page: int) -> object:
+        return self.device[2 * page : 2 * page + 2]
 
 
 def test_the_kits_notice_faults() -> None:
@@ -86,6 +112,24 @@ def test_the_kits_notice_faults() -> None:
         policies.test_a_store_under_pressure_stays_whole()
     with pytest.raises(AssertionError):
         transfers.test_every_ticket_is_new_and_completes_exactly_once()
+    with pytest.raises(AssertionError):
+        transfers.test_what_is_aborted_is_confirmed_or_reported()
+    with pytest.raises(AssertionError):
+        transfers.test_a_store_over_it_stays_whole_and_brings_everything_back()
+
+    class Mixes(FakeTransfer):
+        def submit(self, copy: Copy) -> int:
+            return super().submit(Copy(copy.kind, tuple((device, 0) for device, _ in copy.pages)))
+
+    contents = TestFakeTransfer()
+    contents.device = [None] * 16
+    contents.make = lambda: Mixes(contents.device, 5, rows=2)  # type: ignore[method-assign]
+    for test in (
+        contents.test_what_comes_back_is_what_went_whatever_the_device_pages_hold_meanwhile,
+        contents.test_copies_submitted_together_do_not_mix,
+    ):
+        with pytest.raises(AssertionError):
+            test()
 
 
 def test_every_tier_leads_back_to_the_device() -> None:
@@ -94,3 +138,15 @@ def test_every_tier_leads_back_to_the_device() -> None:
     while more := {tier for tier, following in TRANSITIONS.items() if reached & set(following)} - reached:
         reached |= more
     assert reached == set(Tier)
+
+
+def test_next_use_evicts_what_nobody_reads_then_what_is_read_last() -> None:
+    candidates = [
+        Candidate(1, 1, 1, 0, last_used=9, next_use=0),
+        Candidate(2, 1, 1, 0, last_used=1, next_use=7),
+        Candidate(3, 1, 1, 0, last_used=8, next_use=None),
+        Candidate(4, 1, 1, 0, last_used=2, next_use=None),
+        Candidate(5, 1, 1, 0, last_used=2, next_use=None),
+        Candidate(6, 1, 1, 0, last_used=0, next_use=7),
+    ]
+    assert list(NextUse().order(candidates)) == [5, 4, 3, 6, 2, 1]

@@ -17,8 +17,22 @@ from hypothesis.stateful import (
 )
 from kvstore_shadow import Arena, Instance, ShadowNode, context_of, covered_pages, lay_out, parent_of
 
-from dagengine_kvstore import KVStore, KVStoreError, Lease, NotResident, OutOfPages, Read, Writer
+from dagengine_kvstore import (
+    KVStore,
+    KVStoreError,
+    Lease,
+    NodeRecord,
+    NoTransfer,
+    NotResident,
+    OutOfHostPages,
+    OutOfPages,
+    Read,
+    Tier,
+    Writer,
+)
 from dagengine_kvstore.audit import problems
+from dagengine_kvstore.fake_transfer import FakeTransfer
+from dagengine_kvstore.residency import page_tier
 
 SIGNATURE = {"model": "toy"}
 NUM_PAGES = 20
@@ -48,14 +62,34 @@ class Step:
 
 class StoreMachine(RuleBasedStateMachine):
     page_size = 3
+    num_host_pages = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         ids = iter(f"st_{count}" for count in range(10**6))
-        self.store = KVStore(NUM_PAGES, self.page_size, clock=lambda: self.now, new_id=ids.__next__)
-        self.books = self.store._books
         self.arena = Arena(NUM_PAGES, self.page_size)
+        self.transfer: FakeTransfer | NoTransfer = NoTransfer()
+        if self.num_host_pages:
+            self.transfer = FakeTransfer(
+                self.arena.rows,
+                self.num_host_pages,
+                rows=self.page_size,
+                lose=0.05,
+                fail=0.1,
+                duplicate=0.1,
+                refuse=0.02,
+                confirm=0.2,
+            )
+        self.store = KVStore(
+            NUM_PAGES,
+            self.page_size,
+            clock=lambda: self.now,
+            new_id=ids.__next__,
+            transfer=self.transfer,
+            transfer_timeout_s=4.0,
+        )
+        self.books = self.store._books
         self.shadow: dict[int, ShadowNode] = {}
         self.writing: list[Writing] = []
         self.handles: dict[str, tuple[ShadowNode, int, float | None, bool]] = {}
@@ -146,7 +180,9 @@ class StoreMachine(RuleBasedStateMachine):
             writer.reserve(len(tokens))
         except OutOfPages:
             assert not fits
-            assert self.store.stats() == before
+            if not self.num_host_pages:
+                assert self.store.stats() == before
+            assert self.store.stats().evictions == before.evictions
             return
         except KVStoreError as error:
             assert error.code == "partial_page_shared" and writer.num_tokens % self.page_size
@@ -318,6 +354,11 @@ class StoreMachine(RuleBasedStateMachine):
             lease = self.store.lease(reads)
         except NotResident as error:
             assert error.nodes and self.books.pool.refs == before
+            assert set(error.on_host) | set(error.nowhere) == set(error.nodes)
+            assert not set(error.on_host) & set(error.nowhere)
+            for tier, nodes in (("nowhere", error.nowhere), ("loading", error.loading)):
+                assert self.num_host_pages or not error.on_host
+                assert all(tier in page_tiers(node) for node in nodes)
             return
         self.leases.append((lease, reads))
         self.verify(lease, reads)
@@ -348,7 +389,8 @@ class StoreMachine(RuleBasedStateMachine):
             if pin
             for instance in [*owner.passed, *((owner, offset) for offset in range(at))]
         }
-        if leased or node.record in pinned:
+        moving = any(page is not None and self.books.pool.is_moving(page) for page in node.record.pages)
+        if leased or moving or node.record in pinned:
             with pytest.raises(KVStoreError) as caught:
                 self.store.evict(node.record)
             assert caught.value.code == "state_in_use"
@@ -364,7 +406,46 @@ class StoreMachine(RuleBasedStateMachine):
             self.restore_node(node)
         except OutOfPages:
             return
-        assert self.store.tier(node.record) == "device"
+        assert self.store.tier(node.record) in ("device", "storing")
+
+    @precondition(lambda self: self.num_host_pages and self.held_nodes())
+    @rule(data=st.data())
+    def offload(self, data: st.DataObject) -> None:
+        node, _ = self.pick(data, self.held_nodes())
+        try:
+            self.store.offload(node.record)
+        except OutOfHostPages:
+            assert self.books.host.num_free < len(node.record.pages)
+
+    @precondition(lambda self: self.num_host_pages and self.held_nodes())
+    @rule(data=st.data(), demand=st.booleans())
+    def load(self, data: st.DataObject, demand: bool) -> None:
+        node, _ = self.pick(data, self.held_nodes())
+        try:
+            on_way = (self.store.load if demand else self.store.prefetch)(node.record)
+        except OutOfPages:
+            assert demand
+            return
+        assert (on_way > 0) == ("loading" in page_tiers(node.record))
+
+    @precondition(lambda self: self.num_host_pages and self.held_nodes())
+    @rule(data=st.data())
+    def evict_host(self, data: st.DataObject) -> None:
+        node, _ = self.pick(data, self.held_nodes())
+        try:
+            self.store.evict_host(node.record)
+        except KVStoreError as error:
+            assert error.code == "state_in_use"
+            return
+        assert not any(node.record.copies)
+
+    @precondition(lambda self: self.num_host_pages)
+    @rule(polls=st.integers(1, 5))
+    def pump(self, polls: int) -> None:
+        for _ in range(polls):
+            self.now += 0.5
+            self.store.pump()
+        self.forget_expired()
 
     def restore_node(self, node: ShadowNode) -> None:
         """Restore a node and, where needed, what it reads; sources stay leased until it is done."""
@@ -372,12 +453,7 @@ class StoreMachine(RuleBasedStateMachine):
         leases: list[Lease] = []
         try:
             for read in node.record.reads if writer.todo else ():
-                try:
-                    leases.append(self.store.lease([read]))
-                except NotResident as missing:
-                    assert missing.nodes == (read.node,)
-                    self.restore_node(self.shadow[read.node.uid])
-                    leases.append(self.store.lease([read]))
+                leases.append(self.bring(read))
                 self.verify(leases[-1], [read])
             todo, first = writer.todo, writer.num_tokens
             writer.reserve(len(todo))
@@ -395,12 +471,25 @@ class StoreMachine(RuleBasedStateMachine):
             for lease in leases:
                 lease.release()
 
+    def bring(self, read: Read) -> Lease:
+        while True:
+            try:
+                return self.store.lease([read])
+            except NotResident as missing:
+                assert missing.nodes == (read.node,)
+                if missing.nowhere:
+                    self.restore_node(self.shadow[read.node.uid])
+                else:
+                    self.store.load([read])
+                    self.pump(1)
+
     @invariant()
     def books_balance(self) -> None:
         assert problems(self.books) == []
         stats = self.store.stats()
         pages = stats.pages_free + stats.pages_cached + stats.pages_live + stats.pages_waiting
-        assert pages == stats.pages_total
+        assert pages + stats.pages_moving == stats.pages_total
+        assert stats.host_free + stats.host_live + stats.host_moving == stats.host_total
         if not self.steps:
             assert stats.pages_waiting == 0
 
@@ -430,15 +519,26 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.unhold(node.record, at)
         for handle in self.handles:
             self.store.release(handle)
+        if isinstance(self.transfer, FakeTransfer):
+            self.transfer.release_lost()
+            self.pump(10)
+            assert self.store.stats().host_free == self.num_host_pages
         assert problems(self.books) == []
         stats = self.store.stats()
         assert stats.pages_free + stats.pages_cached == stats.pages_total == self.store.available()
         assert stats.states == stats.handles == stats.leases == stats.writers == 0
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_any_order_of_operations_keeps_the_books_and_the_kv(page_size: int) -> None:
-    machine = type(f"PageSize{page_size}", (StoreMachine,), {"page_size": page_size})
+def page_tiers(node: NodeRecord) -> set[Tier]:
+    return {page_tier(node, index) for index in range(len(node.pages))}
+
+
+@pytest.mark.parametrize(
+    "page_size, num_host_pages", [(1, 0), (3, 0), (16, 0), (1, 12), (3, 5), (3, 40), (16, 8)]
+)
+def test_any_order_of_operations_keeps_the_books_and_the_kv(page_size: int, num_host_pages: int) -> None:
+    sizes = {"page_size": page_size, "num_host_pages": num_host_pages}
+    machine = type(f"PageSize{page_size}Host{num_host_pages}", (StoreMachine,), sizes)
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -1,8 +1,16 @@
 """A paged KV store whose states are shared by a graph of requests. See KVStore."""
 
-from dagengine_kvstore.errors import KVStoreError, LeakError, NotResident, OutOfPages
+from dagengine_kvstore.costs import CostModel
+from dagengine_kvstore.errors import (
+    KVStoreError,
+    LeakError,
+    NotResident,
+    OutOfHostPages,
+    OutOfPages,
+    PinBudgetExceeded,
+)
 from dagengine_kvstore.events import Event, EventLog
-from dagengine_kvstore.eviction import Candidate, EvictionPolicy, LeastRecentlyUsed
+from dagengine_kvstore.eviction import Candidate, EvictionPolicy, LeastRecentlyUsed, NextUse
 from dagengine_kvstore.layout import KVLayout, LayerGroupLayout
 from dagengine_kvstore.leases import Lease
 from dagengine_kvstore.nodes import Extent, NodeRecord, NodeStatus, Recipe
@@ -17,6 +25,7 @@ __all__ = [
     "Candidate",
     "Completion",
     "Copy",
+    "CostModel",
     "Event",
     "EventLog",
     "EvictionPolicy",
@@ -29,12 +38,15 @@ __all__ = [
     "Lease",
     "LeastRecentlyUsed",
     "Mode",
+    "NextUse",
     "NoTransfer",
     "NodeRecord",
     "NodeStatus",
     "NotResident",
+    "OutOfHostPages",
     "OutOfPages",
     "Parent",
+    "PinBudgetExceeded",
     "Plugin",
     "Read",
     "Recipe",

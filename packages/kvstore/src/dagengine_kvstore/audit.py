@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from dagengine_kvstore.holds import Hold
 from dagengine_kvstore.nodes import NodeRecord
+from dagengine_kvstore.residency import PageCopy
+from dagengine_kvstore.tiers import Tier
 
 if TYPE_CHECKING:
     from dagengine_kvstore.books import Books
@@ -19,6 +21,9 @@ def problems(books: Books) -> list[str]:
         *_holds(books),
         *_nodes(books),
         *_writers(books),
+        *books.host.problems(),
+        *_copies(books),
+        *_tickets(books),
     ]
 
 
@@ -104,4 +109,55 @@ def _writers(books: Books) -> list[str]:
         for index, page in enumerate(writer.pages):
             if index >= full and books.pool.has_content(page):
                 found.append(f"{writer.node} shares page {page}, of which nothing is committed")
+    return found
+
+
+def _copies(books: Books) -> list[str]:
+    """What the host has of nodes' pages: who refers to it, and whether the tier of each copy is true."""
+    found: list[str] = []
+    expected: Counter[int] = Counter()
+    slots: dict[PageCopy, set[tuple[NodeRecord, int]]] = {}
+    for node in books.nodes():
+        kept = books.holds.covered_pages(node)
+        for index, copy in enumerate(node.copies):
+            if copy is None:
+                continue
+            expected[copy.host] += 1
+            slots.setdefault(copy, set()).add((node, index))
+            if index not in kept:
+                found.append(f"{node} keeps {copy} of page {index}, which nothing holds")
+            page = node.pages[index]
+            if page is not None and books.copies.device_page(copy) != page:
+                found.append(f"{node} has page {page}, and {copy} of another one")
+    found += [
+        f"host page {page} has {refs} references, its owners are {expected[page]}"
+        for page, refs in enumerate(books.host.refs)
+        if refs != expected[page]
+    ]
+    for copy, owners in slots.items():
+        if owners != copy.slots.keys():
+            found.append(f"{copy} is of {sorted((n.uid, i) for n, i in copy.slots)}, which is wrong")
+        moves = copy.tier in (Tier.STORING, Tier.LOADING)
+        is_there = any(node.pages[index] is not None for node, index in owners)
+        tiers = (Tier.STORING, Tier.DEVICE) if is_there else (Tier.LOADING, Tier.HOST)
+        if copy.tier not in tiers or moves != (copy.ticket is not None):
+            found.append(f"{copy} is under ticket {copy.ticket}, and some node has the page: {is_there}")
+    if len({copy.host for copy in slots}) != len(slots):
+        found.append("two copies have the same host page")
+    return found
+
+
+def _tickets(books: Books) -> list[str]:
+    """Exactly what open tickets may touch is moving, and no page is under two of them."""
+    tickets = books.pressure.tickets
+    found: list[str] = []
+    for name, pool, under in (
+        ("page", books.pool, Counter(page for ticket in tickets for page in ticket.pages)),
+        ("host page", books.host, Counter(copy.host for ticket in tickets for copy in ticket.copies)),
+    ):
+        for page in range(pool.num_pages):
+            if under[page] != pool.is_moving(page):
+                found.append(
+                    f"{name} {page} is under {under[page]} tickets, moving is {pool.is_moving(page)}"
+                )
     return found

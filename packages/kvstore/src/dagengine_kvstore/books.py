@@ -5,40 +5,51 @@ several of them at once. Users call KVStore; writers and the audit work on this.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import chain
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from dagengine_kvstore.errors import KVStoreError, OutOfPages
+from dagengine_kvstore.errors import KVStoreError
 from dagengine_kvstore.events import EventLog
-from dagengine_kvstore.eviction import Candidate, EvictionPolicy, choose, freed_pages
 from dagengine_kvstore.holds import Hold, HoldTable
+from dagengine_kvstore.host_pages import HostPool
 from dagengine_kvstore.nodes import NodeRecord, NodeStatus
 from dagengine_kvstore.pages import PagePool
+from dagengine_kvstore.pins import pinned_nodes
+from dagengine_kvstore.residency import CopyTable, copy_of
 from dagengine_kvstore.reuse import ContentTable
 from dagengine_kvstore.states import Handle, HandleTable
+from dagengine_kvstore.tiers import Tier
 
 if TYPE_CHECKING:
     from dagengine_kvstore.leases import Lease
-    from dagengine_kvstore.references import Read
+    from dagengine_kvstore.pressure import Pressure
     from dagengine_kvstore.writer import RestoreWriter, Writer
 
 
 class Books:
+    """
+    Attributes:
+        pressure: finds pages when there are too few; set by who makes the books, since each needs the other.
+    """
+
+    pressure: Pressure
+
     def __init__(
         self,
         num_pages: int,
+        num_host_pages: int,
         page_size: int,
         clock: Callable[[], float],
-        policy: EvictionPolicy,
         handles: HandleTable,
         max_events: int,
     ) -> None:
         self.page_size = page_size
         self.pool = PagePool(num_pages)
+        self.host = HostPool(num_host_pages)
+        self.copies = CopyTable(self.pool, self.host)
         self.contents = ContentTable()
-        self.holds = HoldTable(page_size, lambda page: self.pool.drop(page, touched=False))
+        self.holds = HoldTable(page_size, self.drop_page)
         self.handles = handles
         self.events = EventLog(max_events)
         self.anonymous: dict[NodeRecord, dict[int, list[Hold]]] = {}
@@ -48,9 +59,9 @@ class Books:
         self.tokens_written = 0
         self.tokens_reused = 0
         self.evictions = 0
+        self.host_evictions = 0
         self._nodes: weakref.WeakValueDictionary[int, NodeRecord] = weakref.WeakValueDictionary()
         self._clock = clock
-        self._policy = policy
         self._uses = 0
 
     def nodes(self) -> list[NodeRecord]:
@@ -59,6 +70,10 @@ class Books:
 
     def add_node(self, node: NodeRecord) -> None:
         self._nodes[node.uid] = node
+
+    def now(self) -> float:
+        """Seconds of the store's clock."""
+        return self._clock()
 
     def next_use(self) -> int:
         """The time of a use: a count, so that eviction does not depend on the clock."""
@@ -73,78 +88,68 @@ class Books:
         handle: str | None = None,
         tokens: int | None = None,
         pages: int | None = None,
+        tier: Tier | None = None,
     ) -> None:
-        self.events.record(self._clock(), kind, node=node.uid, handle=handle, tokens=tokens, pages=pages)
-
-    def take_pages(self, node: NodeRecord, count: int, after: int | None, *, evict: bool = True) -> list[int]:
-        """Pages for a writer of `node`; with `evict` also others', but never pages that the node itself reads.
-
-        Raises OutOfPages before anything changed.
-        """
-        short = count - self.pool.num_free - self.pool.num_cached
-        if short > 0:
-            chosen = self._choose_victims(short, node.reads) if evict else None
-            if chosen is None:
-                available = self.pool.num_free + self.pool.num_cached
-                raise OutOfPages(count, available, self.pool.num_waiting)
-            for victim, pages in chosen:
-                self.evict(victim, pages)
-        return self.pool.allocate(count, after)
-
-    def evictable(
-        self, exclude: Collection[NodeRecord] = (), reads: Iterable[Read] = ()
-    ) -> dict[int, tuple[NodeRecord, list[int]]]:
-        """Nodes that may be dropped, by uid, with the pages that may: resident, in no lease or read of `reads`, and
-        not touched by an open step, which they would have to wait for.
-        """
-        pinned = self.pinned()
-        kept: dict[NodeRecord, set[int]] = {}
-        for read in chain(reads, (read for lease in self.leases for read in lease.reads)):
-            kept.setdefault(read.node, set()).update(self.holds.page_range(read.start, read.stop))
-        found: dict[int, tuple[NodeRecord, list[int]]] = {}
-        for node in self.nodes():
-            if not node.sealed or node.restoring or node in exclude or node in pinned:
-                continue
-            keep = kept.get(node, ())
-            pages = [
-                page
-                for index, page in enumerate(node.pages)
-                if page is not None and index not in keep and self.pool.is_quiet(page)
-            ]
-            if pages:
-                found[node.uid] = node, pages
-        return found
-
-    def num_evictable_pages(self, exclude: Collection[NodeRecord], reads: Iterable[Read] = ()) -> int:
-        """Pages that evicting would free now."""
-        owned = {uid: pages for uid, (_, pages) in self.evictable(exclude, reads).items()}
-        return len(freed_pages(owned, self.pool.refs))
+        now = self._clock()
+        self.events.record(now, kind, node=node.uid, handle=handle, tokens=tokens, pages=pages, tier=tier)
 
     def pinned(self) -> set[NodeRecord]:
         """Nodes under a pinned handle: its own and all that it passes on."""
-        stack = [handle.hold for handle in self.handles if handle.pinned]
-        seen = set(stack)
-        nodes: set[NodeRecord] = set()
-        while stack:
-            hold = stack.pop()
-            if hold.node is not None and hold.start < hold.stop:
-                nodes.add(hold.node)
-            below = [other for other in hold.below if other not in seen]
-            seen.update(below)
-            stack.extend(below)
-        return nodes
+        return pinned_nodes(handle.hold for handle in self.handles if handle.pinned)
 
     def evict(self, node: NodeRecord, pages: Collection[int]) -> int:
-        """Drop these of a node's pages. Returns their number."""
-        dropped = [
-            (index, page) for index, page in enumerate(node.pages) if page is not None and page in pages
-        ]
-        for index, page in reversed(dropped):
-            node.pages[index] = None
-            self.pool.drop(page, touched=False)
-        self.evictions += bool(dropped)
-        self.note("evict", node, pages=len(dropped))
-        return len(dropped)
+        """Let these of a node's pages leave the device. Returns their number."""
+        indices = [index for index, page in enumerate(node.pages) if page is not None and page in pages]
+        kept = 0
+        for index in reversed(indices):
+            copy = self.copies.clean(node, index)
+            kept += copy is not None
+            if copy is not None and copy_of(node, index) is None:
+                self.copies.attach(node, index, copy)
+            self.leave_device(node, index)
+        self.evictions += bool(indices)
+        if kept:
+            self.note("evict", node, pages=kept, tier=Tier.HOST)
+        if kept < len(indices) or not indices:
+            self.note("evict", node, pages=len(indices) - kept, tier=Tier.NOWHERE)
+        return len(indices)
+
+    def evict_host(self, node: NodeRecord) -> int:
+        """Drop what the host has of a node, without what is under a ticket. Returns the number of its pages."""
+        indices = [i for i, copy in enumerate(node.copies) if copy is not None and copy.is_clean]
+        lost = sum(node.pages[index] is None for index in indices)
+        for index in indices:
+            self.copies.detach(node, index)
+        self.host_evictions += bool(indices)
+        for pages, tier in ((lost, Tier.NOWHERE), (len(indices) - lost, Tier.DEVICE)):
+            if pages:
+                self.note("host_evict", node, pages=pages, tier=tier)
+        return len(indices)
+
+    def leave_device(self, node: NodeRecord, index: int) -> None:
+        """A node refers to its device page no more; its copy stays."""
+        page, copy = node.pages[index], copy_of(node, index)
+        assert page is not None
+        node.pages[index] = None
+        self.pool.drop(page, touched=False)
+        if copy is not None and copy.ticket is None:
+            self.copies.settle(copy)
+
+    def return_to_device(self, node: NodeRecord, index: int, page: int) -> None:
+        """A node refers again to the device page that still has its copy's bytes."""
+        copy = copy_of(node, index)
+        assert copy is not None and node.pages[index] is None
+        self.pool.share(page)
+        node.pages[index] = page
+        if copy.tier is Tier.HOST:
+            copy.to(Tier.DEVICE)
+
+    def drop_page(self, node: NodeRecord, index: int) -> None:
+        """Nothing covers a node's page any more: it goes, wherever it is."""
+        if node.pages[index] is not None:
+            self.leave_device(node, index)
+        if copy_of(node, index) is not None:
+            self.copies.detach(node, index)
 
     def hold(self, node: NodeRecord, at: int) -> None:
         hold = self.holds.hold(node, 0, at, passed=True)
@@ -169,7 +174,7 @@ class Books:
         node.spans = MappingProxyType(dict(spans))
         node.pages = list(writer.pages)
         for page in writer.pages:
-            self.pool.touch(page)
+            self.pool.touch(page, written=True)
         node.last_used = self.next_use()
         writer.pages = []
         self.hold(node, node.length)
@@ -187,13 +192,18 @@ class Books:
         """The writer's pages become the node's; what nothing else holds goes with the writer's hold."""
         node = writer.node
         replaced = node.pages[: len(writer.pages)]
-        node.pages[: len(writer.pages)] = writer.pages
-        for written in writer.pages:
-            self.pool.touch(written)
+        for index, page in enumerate(writer.pages):
+            copy = copy_of(node, index)
+            if copy is not None and self.copies.device_page(copy) != page:
+                self.copies.detach(node, index)
+            elif copy is not None and copy.tier is Tier.HOST:
+                copy.to(Tier.DEVICE)
+            node.pages[index] = page
+            self.pool.touch(page, written=True)
         writer.pages = []
-        for page in reversed(replaced):
-            if page is not None:
-                self.pool.drop(page)
+        for old in reversed(replaced):
+            if old is not None:
+                self.pool.drop(old)
         node.last_used = self.next_use()
         self._end_restore(writer, "restored")
 
@@ -217,25 +227,3 @@ class Books:
         writer.node.restoring = False
         self.note(kind, writer.node)
         self.holds.release(*writer.holds)
-
-    def _choose_victims(self, short: int, reads: Iterable[Read]) -> list[tuple[NodeRecord, list[int]]] | None:
-        evictable = self.evictable(reads=reads)
-        candidates = [
-            Candidate(
-                uid=uid,
-                num_pages=len(pages),
-                num_tokens=node.length,
-                num_read=sum(read.stop - read.start for read in node.reads),
-                last_used=node.last_used,
-            )
-            for uid, (node, pages) in evictable.items()
-        ]
-        order = list(self._policy.order(candidates))
-        if len(set(order)) < len(order) or not evictable.keys() >= set(order):
-            message = (
-                f"eviction policy {self._policy.name!r} must give each candidate at most once, no others"
-            )
-            raise KVStoreError("plugin_broken", message, field="eviction")
-        owned = {uid: pages for uid, (_, pages) in evictable.items()}
-        chosen = choose(order, owned, self.pool.refs, short)
-        return None if chosen is None else [evictable[uid] for uid in chosen]

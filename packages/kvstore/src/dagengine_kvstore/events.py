@@ -8,11 +8,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+
+from dagengine_kvstore.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One record. `seconds` is the store's clock; the last four are set where they apply."""
+    """One record. `seconds` is the store's clock; what follows `kind` is set where it applies.
+
+    `tier` is where the `pages` pages are from now on; `error` is why a copy failed.
+    """
 
     seq: int
     seconds: float
@@ -21,6 +27,9 @@ class Event:
     handle: str | None = None
     tokens: int | None = None
     pages: int | None = None
+    ticket: int | None = None
+    tier: Tier | None = None
+    error: str | None = None
 
 
 class EventLog:
@@ -43,7 +52,8 @@ class EventLog:
 
     def since(self, seq: int) -> tuple[Event, ...]:
         """Records with `event.seq >= seq` that are still kept; older ones may have been dropped."""
-        return tuple(event for event in self._ring if event.seq >= seq)
+        count = min(max(0, self._next - seq), len(self._ring))
+        return tuple(islice(reversed(self._ring), count))[::-1]
 
     def record(
         self,
@@ -54,6 +64,10 @@ class EventLog:
         handle: str | None = None,
         tokens: int | None = None,
         pages: int | None = None,
+        ticket: int | None = None,
+        tier: Tier | None = None,
+        error: str | None = None,
     ) -> None:
-        self._ring.append(Event(self._next, seconds, kind, node, handle, tokens, pages))
+        event = Event(self._next, seconds, kind, node, handle, tokens, pages, ticket, tier, error)
+        self._ring.append(event)
         self._next += 1

@@ -1,8 +1,8 @@
 """Which states to drop first when pages are short. Knows numbers about candidates; touches nothing itself.
 
 The store offers only nodes that may be dropped (sealed, not pinned; of what is leased or about to be read, the
-other pages) and evicts them in the order given until there are enough pages. A dropped node keeps its recipe
-and its handles.
+other pages) and evicts them in the order given until there are enough pages. A dropped node keeps its recipe, its
+handles and what another tier has of it. The same policy orders both tiers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ from dagengine_kvstore.registry import EVICTION_POLICIES, load
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A node that may be evicted.
+    """A node that may be evicted from a tier.
 
-    `num_tokens` and `num_read` (tokens of its context) say what computing it again costs; `last_used` counts
-    the store's operations, so larger is more recent.
+    Attributes:
+        num_pages: those that may be dropped there.
+        num_tokens, num_read: its own tokens and those of its context.
+        last_used: counts the store's operations, so larger is more recent.
+        next_use: when somebody who waits or runs will read it, smaller is sooner; None: nobody does, or nobody told.
+        num_clean: how many of `num_pages` the other tier has too.
+        recompute_us, reload_us: what bringing it back would cost, if the store has a cost model.
     """
 
     uid: int
@@ -29,6 +34,10 @@ class Candidate:
     num_tokens: int
     num_read: int
     last_used: int
+    next_use: int | None = None
+    num_clean: int = 0
+    recompute_us: int | None = None
+    reload_us: int | None = None
 
 
 class EvictionPolicy(Protocol):
@@ -50,6 +59,20 @@ class LeastRecentlyUsed:
     def order(self, candidates: Sequence[Candidate]) -> Sequence[int]:
         ranked = sorted(candidates, key=lambda candidate: (candidate.last_used, -candidate.uid))
         return [candidate.uid for candidate in ranked]
+
+
+class NextUse:
+    """What nobody is going to read first, the least recently used of it first; then what is read last."""
+
+    name = "next_use"
+
+    def order(self, candidates: Sequence[Candidate]) -> Sequence[int]:
+        def rank(candidate: Candidate) -> tuple[bool, int, int, int]:
+            next_use = candidate.next_use
+            soon = 0 if next_use is None else -next_use
+            return next_use is not None, soon, candidate.last_used, -candidate.uid
+
+        return [candidate.uid for candidate in sorted(candidates, key=rank)]
 
 
 def eviction_policy(policy: str | EvictionPolicy) -> EvictionPolicy:

@@ -30,9 +30,9 @@ class Hold:
 
 
 class HoldTable:
-    """Makes and releases holds and drops the pages that nothing covers any more."""
+    """Makes and releases holds; calls `drop_page(node, index)` for pages that nothing covers any more."""
 
-    def __init__(self, page_size: int, drop_page: Callable[[int], None]) -> None:
+    def __init__(self, page_size: int, drop_page: Callable[[NodeRecord, int], None]) -> None:
         self._page_size = page_size
         self._drop_page = drop_page
 
@@ -81,7 +81,5 @@ class HoldTable:
         kept = self.covered_pages(node)
         # Last page first: the cache then reclaims tails before the prefixes that make them reachable.
         for index in reversed(self.page_range(start, stop)):
-            page = node.pages[index] if index < len(node.pages) else None
-            if page is not None and index not in kept:
-                node.pages[index] = None
-                self._drop_page(page)
+            if index < len(node.pages) and index not in kept:
+                self._drop_page(node, index)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from dagengine_kvstore.holds import Hold
     from dagengine_kvstore.references import Parent, Read
+    from dagengine_kvstore.residency import PageCopy
     from dagengine_kvstore.reuse import Context
 
 
@@ -48,13 +49,15 @@ class NodeRecord:
     """One chain of tokens, being written or sealed. Compared by identity; `uid` is never used twice.
 
     Token i has the logical stored position `own_start + i`. `pages[k]` holds the rows of tokens
-    [k * page_size, (k + 1) * page_size), or None where nothing holds them or they were evicted.
+    [k * page_size, (k + 1) * page_size), or None where nothing holds them or they were evicted. `copies[k]` is what a
+    lower tier has or is getting of that page, or None; the list is empty before there is the first.
     """
 
     __slots__ = (
         "__weakref__",
         "_content_keys",
         "context",
+        "copies",
         "cover",
         "last_used",
         "leases",
@@ -94,6 +97,7 @@ class NodeRecord:
         self.tokens: list[int] | tuple[int, ...] = []
         self.spans: Mapping[str, tuple[int, int]] = {}
         self.pages: list[int | None] = []
+        self.copies: list[PageCopy | None] = []
         self.root = root
         self.cover: dict[tuple[int, int], int] = {}  # held range -> number of holds on it
         self.leases = 0

@@ -1,5 +1,5 @@
-"""Physical pages. Knows reference counts, generations, fences and which content a page is registered under;
-does not know nodes, tokens or who refers to a page.
+"""Physical pages. Knows reference counts, generations, fences, which content a page is registered under and which
+pages are under a ticket; does not know nodes, tokens or who refers to a page.
 
                  allocate                drop, last reference
     FREE ───────────────────► LIVE ───────────────────────────────► WAITING   (a step may touch it)
@@ -9,9 +9,13 @@ does not know nodes, tokens or who refers to a page.
      └──── reclaim (LRU) ──── CACHED ◄───── has content ───────────────┘ │ the drop has ended
      └───────────────────────────────────── no content ──────────────────┘
 
-Every page is in exactly one of the four. CACHED pages count as available: nobody refers to them, only their
-content is still registered. Content is registered only after it was written for good, so a page with content
-may be shared again from any state.
+    LIVE ── begin_move ──► MOVING ── end_move ──► LIVE, or as by the last drop if nobody refers to it any more
+    FREE ── take_moving ─► MOVING ── land ──────► LIVE, or as by the last drop
+
+Every page is in exactly one of the five. A MOVING page is under a transfer's ticket: whoever lets go of it, it is not
+freed, cached or handed out before the ticket has ended. CACHED pages count as available: nobody refers to them, only
+their content is still registered. Content is registered only after it was written for good, so a page with content may
+be shared again from any state.
 
 A step touches a page only through who reads or writes it. So an open step may touch a page that nobody refers to any
 more only if a reader or a writer let go of it since the step began: `drop` and `touch` note when that was. A page that
@@ -32,6 +36,7 @@ class PageState(StrEnum):
     CACHED = "cached"
     LIVE = "live"
     WAITING = "waiting"
+    MOVING = "moving"
 
 
 class FreeRuns:
@@ -117,6 +122,8 @@ class PagePool:
         self._fences: dict[int, None] = {}  # open fences, ascending
         self._next_fence = 1
         self._touched = [0] * num_pages  # the newest fence open when a reader or writer last let go of it
+        self._written = [0] * num_pages  # the same for writers only
+        self._moving: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -131,10 +138,20 @@ class PagePool:
         return len(self._waiting)
 
     @property
+    def num_live(self) -> int:
+        return sum(refs > 0 and page not in self._moving for page, refs in enumerate(self.refs))
+
+    @property
+    def num_moving(self) -> int:
+        return len(self._moving)
+
+    @property
     def num_fences(self) -> int:
         return len(self._fences)
 
     def state(self, page: int) -> PageState:
+        if page in self._moving:
+            return PageState.MOVING
         if self.refs[page]:
             return PageState.LIVE
         if page in self._waiting:
@@ -166,10 +183,47 @@ class PagePool:
             self._waiting.pop(page, None)
         self.refs[page] += 1
 
-    def touch(self, page: int) -> None:
+    def touch(self, page: int, *, written: bool = False) -> None:
         """Who read or wrote a page lets go of it, while others may go on referring to it."""
         if self._fences:
             self._touched[page] = next(reversed(self._fences))
+            if written:
+                self._written[page] = self._touched[page]
+
+    def is_written(self, page: int) -> bool:
+        """Whether no open step may write a page that no writer refers to; some may read it."""
+        return not self._fences or self._written[page] < next(iter(self._fences))
+
+    def is_moving(self, page: int) -> bool:
+        return page in self._moving
+
+    def begin_move(self, page: int) -> None:
+        """Put a live page under a ticket that reads it."""
+        assert self.refs[page] and page not in self._moving and self.is_written(page)
+        self._moving.add(page)
+
+    def take_moving(self, count: int) -> list[int]:
+        """`count` pages for a ticket to write, as by `allocate`, to which nobody refers before they `land`."""
+        pages = self.allocate(count)
+        for page in pages:
+            self.refs[page] = 0
+        self._moving.update(pages)
+        return pages
+
+    def land(self, page: int, refs: int, base: int, content: Hashable | None) -> None:
+        """A ticket has written a page: `refs` refer to it now, and its content is known, or None."""
+        self.base[page] = base
+        self.refs[page] = refs
+        if content is not None and content not in self._page_of:
+            self._content[page] = content
+            self._page_of[content] = page
+        self.end_move(page)
+
+    def end_move(self, page: int) -> None:
+        """The ticket of a page is over; if nobody refers to the page it is freed, as by `drop`."""
+        self._moving.remove(page)
+        if not self.refs[page]:
+            self._free_quiet(page)
 
     def is_quiet(self, page: int) -> bool:
         """Whether no open step may touch a page that no reader and no writer refers to."""
@@ -185,12 +239,8 @@ class PagePool:
         self.refs[page] -= 1
         if touched:
             self.touch(page)
-        if self.refs[page]:
-            return
-        if self.is_quiet(page):
-            self._put_back(page)
-        else:
-            self._waiting[page] = next(reversed(self._fences))
+        if not self.refs[page] and page not in self._moving:
+            self._free_quiet(page)
 
     def remember(self, page: int, content: Hashable) -> None:
         """Register what a live page holds. The first page with equal content stays the registered one."""
@@ -202,6 +252,16 @@ class PagePool:
     def has_content(self, page: int) -> bool:
         """Whether a page is registered under what it holds, so that others may share it."""
         return self._content[page] is not None
+
+    def is_shareable(self, page: int, generation: int) -> bool:
+        """Whether what the page held as its `generation`-th owner's can still be referred to."""
+        return self.generation[page] == generation and (
+            self.refs[page] > 0 or self._content[page] is not None
+        )
+
+    def content(self, page: int) -> Hashable | None:
+        """What a page is registered under."""
+        return self._content[page]
 
     def find(self, content: Hashable) -> int | None:
         return self._page_of.get(content)
@@ -237,7 +297,8 @@ class PagePool:
                     ("free", page in self._free),
                     ("cached", page in self._cached),
                     ("waiting", page in self._waiting),
-                    ("live", self.refs[page] > 0),
+                    ("moving", page in self._moving),
+                    ("live", self.refs[page] > 0 and page not in self._moving),
                 )
                 if inside
             ]
@@ -251,6 +312,12 @@ class PagePool:
         if len(self._page_of) != sum(content is not None for content in self._content):
             found.append("contents are registered for pages that do not hold them")
         return found
+
+    def _free_quiet(self, page: int) -> None:
+        if self.is_quiet(page):
+            self._put_back(page)
+        else:
+            self._waiting[page] = next(reversed(self._fences))
 
     def _put_back(self, page: int) -> None:
         if self._content[page] is None:

@@ -9,13 +9,18 @@ from dagengine_kvstore.tiers import Tier
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """`pages_free + pages_cached + pages_live + pages_waiting == pages_total`. Counters only grow."""
+    """Counters only grow. Always:
+
+    pages_total == pages_free + pages_cached + pages_live + pages_waiting + pages_moving
+    host_total  == host_free + host_live + host_moving
+    """
 
     pages_total: int
     pages_free: int
     pages_cached: int
     pages_live: int
     pages_waiting: int
+    pages_moving: int  # under a transfer's ticket, lost ones too
     pages_shared: int  # live pages that several nodes or writers refer to
     open_fences: int
     writers: int
@@ -23,15 +28,34 @@ class StoreStats:
     leases: int
     handles: int
     states: int  # sealed nodes that something holds
-    states_resident: int
+    states_resident: int  # wholly on the device
     tokens_written: int  # counter: committed by writers
     tokens_reused: int  # counter: matched instead
-    evictions: int  # counter: nodes
+    evictions: int  # counter: nodes that left the device
+    host_total: int
+    host_free: int
+    host_live: int
+    host_moving: int
+    host_evictions: int  # counter: nodes that left the host
+    tickets_in_flight: int
+    tickets_lost: int  # now; what they may touch is not used
+    pages_stored: int  # counter: arrived on the host
+    pages_loaded: int  # counter: arrived on the device
+    stores: int  # counter: tickets, as the following
+    loads: int
+    stores_failed: int
+    loads_failed: int
+    stores_lost: int
+    loads_lost: int
+    completions_late: int
+    completions_duplicate: int
+    completions_unknown: int
 
 
 @dataclass(frozen=True, slots=True)
 class StateInfo:
-    """One handle. `pages` counts the resident ones of its first `at` tokens, `readers` the leases
+    """One handle. `pages` counts those on the device of its first `at` tokens, `host_pages` those that the
+    host has or is getting, `readers` the leases
     on the node, `holders` everything that keeps what the node passes on. `expires_s` is from now.
     """
 
@@ -42,6 +66,7 @@ class StateInfo:
     own_start: int
     context_tokens: int
     pages: int
+    host_pages: int
     tier: Tier
     readers: int
     holders: int

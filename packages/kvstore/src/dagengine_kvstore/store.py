@@ -1,9 +1,9 @@
-"""KVStore: states of a graph of requests over paged KV. Knows pages, nodes, holds, leases and names; does not
+"""KVStore: states of a graph of requests over paged KV. Knows pages, nodes, holds, leases, names and tiers; does not
 know what is in the tensors, how positions are laid out, or who asks.
 
 Three lifetimes: a request owns a Writer; a state lives while something holds it (a handle, an anonymous hold,
 a sealed child that passes it on, a writer that reads it); a page lives while a state, a writer or a lease
-refers to it, and until every step that may touch it has ended.
+refers to it, and until every step and every transfer that may touch it has ended.
 
 One thread uses a store. Every public operation either happens whole or raises and changes nothing.
 """
@@ -17,16 +17,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dagengine_kvstore import audit
 from dagengine_kvstore.books import Books
+from dagengine_kvstore.claims import Claims
+from dagengine_kvstore.costs import CostModel
 from dagengine_kvstore.errors import KVStoreError, LeakError, NotResident
-from dagengine_kvstore.events import EventLog
+from dagengine_kvstore.events import Event, EventLog
 from dagengine_kvstore.eviction import EvictionPolicy, eviction_policy
 from dagengine_kvstore.holds import Hold
 from dagengine_kvstore.leases import Lease
 from dagengine_kvstore.nodes import NodeRecord
+from dagengine_kvstore.pins import PinBudget, pinned_nodes
+from dagengine_kvstore.pressure import NextUseOf, Pressure
 from dagengine_kvstore.references import Parent, Read, check_held, check_readable, check_references
+from dagengine_kvstore.residency import copy_of, node_tier, page_tier
 from dagengine_kvstore.states import Handle, HandleTable
 from dagengine_kvstore.stats import StateInfo, StoreStats
-from dagengine_kvstore.tiers import Tier
+from dagengine_kvstore.tiers import Tier, Transfer, transfer_of
+from dagengine_kvstore.transfers import Transfers
 from dagengine_kvstore.writer import RestoreWriter, Writer
 
 
@@ -45,6 +51,15 @@ class KVStore:
         new_id: makes handle ids; the default cannot be guessed.
         reuse_across_positions: whether `match` finds pages that were computed at other positions, one rotation away;
             without, only pages that a node at this own start, whose reads stand where this one's do, wrote.
+        transfer: a registered transfer's name (group `dagengine.transfers`) or a transfer; its host pages are the
+            second tier. "none": there is one tier.
+        costs: decides between loading and computing again; None: loading is always preferred.
+        next_use: when somebody who waits or runs will read a node, smaller is sooner; None: nobody. Policies see it.
+        write_back: `pump` keeps so many pages unused or fit to be dropped at once, storing others ahead for it.
+        transfer_timeout_s: after which nobody waits for a transfer any more.
+        max_failures: failed loads after which a page is given up, failed stores after which a node is not tried again.
+        patience: pumps for which what `load` brought is kept for who asked for it.
+        pin_budget, pin_budget_per_salt: pages that pinned handles may keep, in all and per tenant; None: any number.
 
     Raises:
         KVStoreError `invalid_size`, `plugin_not_found`, `plugin_broken`.
@@ -61,15 +76,47 @@ class KVStore:
         max_events: int = 4096,
         new_id: Callable[[], str] = _new_id,
         reuse_across_positions: bool = True,
+        transfer: str | Transfer = "none",
+        costs: CostModel | None = None,
+        next_use: NextUseOf | None = None,
+        write_back: int = 0,
+        transfer_timeout_s: float = 30.0,
+        max_failures: int = 3,
+        patience: int = 64,
+        pin_budget: int | None = None,
+        pin_budget_per_salt: int | None = None,
     ) -> None:
-        for field, size in (("num_pages", num_pages), ("page_size", page_size), ("max_events", max_events)):
-            if size < 1:
-                raise KVStoreError("invalid_size", f"{field} must be at least 1, not {size}", field=field)
+        for field, size, least in (
+            ("num_pages", num_pages, 1),
+            ("page_size", page_size, 1),
+            ("max_events", max_events, 1),
+            ("write_back", write_back, 0),
+            ("max_failures", max_failures, 1),
+            ("patience", patience, 0),
+            ("pin_budget", pin_budget or 0, 0),
+            ("pin_budget_per_salt", pin_budget_per_salt or 0, 0),
+        ):
+            if size < least:
+                raise KVStoreError(
+                    "invalid_size", f"{field} must be at least {least}, not {size}", field=field
+                )
+        if not transfer_timeout_s > 0:
+            message = f"transfer_timeout_s must be positive, not {transfer_timeout_s}"
+            raise KVStoreError("invalid_ttl", message, field="transfer_timeout_s")
         self.page_size = page_size
         self._clock = clock
         self._reuse_across_positions = reuse_across_positions
         handles = HandleTable(clock, tombstone_s, new_id)
-        self._books = Books(num_pages, page_size, clock, eviction_policy(eviction), handles, max_events)
+        mover = transfer_of(transfer)
+        self._books = Books(num_pages, mover.num_host_pages, page_size, clock, handles, max_events)
+        self._transfers = Transfers(self._books, mover, transfer_timeout_s, max_failures)
+        self._claims = Claims(patience)
+        policy = eviction_policy(eviction)
+        self._pressure = Pressure(
+            self._books, self._transfers, self._claims, policy, costs, next_use, write_back
+        )
+        self._books.pressure = self._pressure
+        self._pins = PinBudget(pin_budget, pin_budget_per_salt)
         self._next_uid = 1
 
     @property
@@ -143,7 +190,7 @@ class KVStore:
 
         Raises:
             KVStoreError `state_not_sealed`, `parent_failed`, `state_not_found` (another tenant's),
-            `span_out_of_range`, `state_released`, `invalid_ttl`.
+            `span_out_of_range`, `state_released`, `invalid_ttl`, `pin_budget_exceeded` (as PinBudgetExceeded).
         """
         self.expire()
         at = node.length if at is None else at
@@ -152,6 +199,12 @@ class KVStore:
         if ttl_s is not None and not ttl_s > 0:
             raise KVStoreError("invalid_ttl", f"ttl_s must be positive, not {ttl_s}", field="ttl_s")
         hold = self._books.holds.hold(node, 0, at, passed=True)
+        if pin:
+            try:
+                self._check_pin(hold, node.salt)
+            except KVStoreError:
+                self._books.holds.release(hold)
+                raise
         handle = self._books.handles.add(node, at, hold, name, pin)
         self._books.handles.set_ttl(handle, ttl_s)
         self._books.note("name", node, handle=handle.id)
@@ -177,8 +230,13 @@ class KVStore:
         self._books.handles.set_ttl(self._handle(handle_id, salt), ttl_s)
 
     def pin(self, handle_id: str, *, salt: str | None = None) -> None:
-        """Never evict the state or what it passes on, nor let it expire. Raises as `release`."""
-        self._books.handles.set_pinned(self._handle(handle_id, salt), True)
+        """Never evict the state or what it passes on, nor let it expire.
+
+        Raises as `release`, and PinBudgetExceeded (code `pin_budget_exceeded`).
+        """
+        handle = self._handle(handle_id, salt)
+        self._check_pin(handle.hold, handle.node.salt)
+        self._books.handles.set_pinned(handle, True)
 
     def unpin(self, handle_id: str, *, salt: str | None = None) -> None:
         """Undo `pin`; a time to live that is over ends the handle now. Raises as `release`."""
@@ -205,13 +263,14 @@ class KVStore:
         """Pin the pages of all reads, or of none.
 
         Raises:
-            NotResident (code `not_resident`): held but evicted nodes; restore them, then lease again.
+            NotResident (code `not_resident`): held nodes that are not on the device; load or restore them, then lease
+                again.
             KVStoreError `state_released` for tokens that are neither resident nor held, `state_not_sealed`,
             `parent_failed`, `span_out_of_range`.
         """
         reads = tuple(reads)
         runs: list[tuple[int, ...]] = []
-        missing: dict[NodeRecord, None] = {}
+        missing: dict[NodeRecord, set[Tier]] = {}
         for index, read in enumerate(reads):
             field = f"reads[{index}]"
             check_readable(read.node, read.start, read.stop, None, field)
@@ -220,13 +279,17 @@ class KVStore:
             runs.append(run)
             if len(run) < len(span):
                 check_held(read.node, read.start, read.stop, passed=False, field=field)
-                missing[read.node] = None
+                tiers = {page_tier(read.node, i) for i in span if read.node.pages[i] is None}
+                missing.setdefault(read.node, set()).update(tiers)
         if missing:
-            raise NotResident(tuple(missing))
+            on_host = [node for node, tiers in missing.items() if Tier.NOWHERE not in tiers]
+            loading = [node for node in on_host if missing[node] == {Tier.LOADING}]
+            raise NotResident(tuple(missing), on_host, loading)
         use = self._books.next_use()
         for read, run in zip(reads, runs, strict=True):
             read.node.leases += 1
             read.node.last_used = use
+            self._claims.end(read.node, self._books.holds.page_range(read.start, read.stop))
             for page in run:
                 self._books.pool.share(page)
         lease = Lease(self._books.pool, self.page_size, reads, tuple(runs), self._books.end_lease)
@@ -239,8 +302,7 @@ class KVStore:
         Raises KVStoreError `state_not_sealed`, `parent_failed`, `state_released`, `already_restoring`.
         """
         check_readable(node, 0, node.length, None, "node")
-        if not node.held:
-            raise KVStoreError("state_released", f"nothing holds node {node.uid} any more", field="node")
+        self._check_held(node)
         if node.restoring:
             raise KVStoreError("already_restoring", f"node {node.uid} is being restored, wait", field="node")
         held_stop = max((stop for _, stop in node.cover), default=0)
@@ -256,21 +318,90 @@ class KVStore:
         return writer
 
     def evict(self, node: NodeRecord) -> int:
-        """Drop a node's own pages; its handles and its recipe stay. Returns the number of pages dropped.
+        """Take a node's own pages from the device; its handles, its recipe and what the host has of it stay.
 
-        Raises KVStoreError `state_not_sealed`, `parent_failed`, `state_in_use` (leased, pinned or restoring).
+        Returns: the number of pages.
+
+        Raises KVStoreError `state_not_sealed`, `parent_failed`, `state_in_use` (leased, pinned, restoring or under a
+        transfer).
         """
         check_readable(node, 0, node.length, None, "node")
-        if node.leases or node.restoring or node in self._books.pinned():
-            raise KVStoreError(
-                "state_in_use", f"node {node.uid} is leased, pinned or restoring", field="node"
-            )
-        return self._books.evict(node, {page for page in node.pages if page is not None})
+        pages = {page for page in node.pages if page is not None}
+        moving = any(self._books.pool.is_moving(page) for page in pages)
+        if moving or node.leases or node.restoring or node in self._books.pinned():
+            message = f"node {node.uid} is leased, pinned, restoring or under a transfer"
+            raise KVStoreError("state_in_use", message, field="node")
+        return self._books.evict(node, pages)
+
+    def evict_host(self, node: NodeRecord) -> int:
+        """Drop what the host has of a node. Returns the number of its pages. Raises as `evict`."""
+        check_readable(node, 0, node.length, None, "node")
+        moving = any(copy is not None and copy.ticket is not None for copy in node.copies)
+        if moving or node in self._books.pinned():
+            message = f"node {node.uid} is pinned or under a transfer"
+            raise KVStoreError("state_in_use", message, field="node")
+        return self._books.evict_host(node)
+
+    def offload(self, node: NodeRecord) -> None:
+        """Move a node's own pages to the host: they are stored as soon as no step writes them, and leave the device as
+        soon as no lease, pin or restore keeps them there. `pump` sees to that; `load` undoes it.
+
+        Raises:
+            OutOfHostPages (code `capacity`): the host has no room; nothing was changed.
+            KVStoreError `state_not_sealed`, `parent_failed`, `state_released`.
+        """
+        check_readable(node, 0, node.length, None, "node")
+        self._check_held(node)
+        self._pressure.offload(node)
+
+    def load(self, what: Sequence[Read] | NodeRecord) -> int:
+        """Bring what the host has of some reads, or of all that is held of a node, for a reader who runs next.
+
+        What is on its way already is not started again. All of it, also what is on the device, is kept there until it
+        is leased, or until nobody has asked for `patience` pumps: ask again while waiting.
+
+        Returns: pages on their way. When there are none, a lease finds everything, or names what is nowhere.
+
+        Raises:
+            OutOfPages (code `capacity`): nothing was started.
+            KVStoreError `state_not_sealed`, `parent_failed`, `span_out_of_range`, `state_released`.
+        """
+        return self._pressure.load(self._reads_of(what), demand=True)
+
+    def prefetch(self, what: Sequence[Read] | NodeRecord) -> int:
+        """The same for a reader who waits: into unused pages only, and kept for nobody. Starts nothing if there are too
+        few of them. Raises as `load`, but for OutOfPages.
+        """
+        return self._pressure.load(self._reads_of(what), demand=False)
+
+    def wants_reload(self, node: NodeRecord) -> bool:
+        """Whether what the host has of a node is to be loaded rather than computed again; False if it has nothing."""
+        return self._pressure.wants_reload(node)
+
+    def poll(self) -> tuple[Event, ...]:
+        """Take in the transfers that ended, and give up on those past their deadline. Returns what happened."""
+        first = self.events.next_seq
+        self._transfers.poll()
+        return self.events.since(first)
+
+    def pump(self) -> tuple[Event, ...]:
+        """What is to be done between steps: `poll`, go on with offloads, store ahead. Returns what happened."""
+        first = self.events.next_seq
+        self.expire()
+        self._transfers.poll()
+        self._pressure.pump()
+        return self.events.since(first)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers under way, without lost ones."""
+        return self._transfers.tickets.num_in_flight
 
     def tier(self, node: NodeRecord) -> Tier:
-        """DEVICE if all that is held of a sealed node is resident, else NOWHERE."""
-        resident = all(node.pages[index] is not None for index in self._books.holds.covered_pages(node))
-        return Tier.DEVICE if resident and node.held else Tier.NOWHERE
+        """Where a sealed node is: where the least available of its held pages is. NOWHERE if nothing holds it."""
+        if not node.held:
+            return Tier.NOWHERE
+        return node_tier(node, self._books.holds.covered_pages(node))
 
     def available(self, exclude: Iterable[NodeRecord] = (), *, reads: Iterable[Read] = ()) -> int:
         """Pages that `reserve` could take now; shared pages once.
@@ -281,7 +412,7 @@ class KVStore:
 
         While steps are open, pages that they may touch do not count.
         """
-        return self.num_unused + self._books.num_evictable_pages(set(exclude), reads)
+        return self.num_unused + self._pressure.num_droppable(set(exclude), reads)
 
     def can_fit(
         self, num_pages: int, exclude: Iterable[NodeRecord] = (), *, reads: Iterable[Read] = ()
@@ -305,7 +436,7 @@ class KVStore:
             raise LeakError(found)
 
     def stats(self) -> StoreStats:
-        books, pool = self._books, self._books.pool
+        books, pool, counts = self._books, self._books.pool, self._transfers.counts
         nodes = books.nodes()
         owners = Counter(page for node in nodes for page in node.pages if page is not None)
         for writer in (*books.writers.values(), *books.restores.values()):
@@ -315,8 +446,9 @@ class KVStore:
             pages_total=pool.num_pages,
             pages_free=pool.num_free,
             pages_cached=pool.num_cached,
-            pages_live=sum(refs > 0 for refs in pool.refs),
+            pages_live=pool.num_live,
             pages_waiting=pool.num_waiting,
+            pages_moving=pool.num_moving,
             pages_shared=sum(count > 1 for count in owners.values()),
             open_fences=pool.num_fences,
             writers=len(books.writers),
@@ -324,10 +456,28 @@ class KVStore:
             leases=len(books.leases),
             handles=len(books.handles),
             states=len(states),
-            states_resident=sum(self.tier(node) is Tier.DEVICE for node in states),
+            states_resident=sum(self.tier(node) in (Tier.DEVICE, Tier.STORING) for node in states),
             tokens_written=books.tokens_written,
             tokens_reused=books.tokens_reused,
             evictions=books.evictions,
+            host_total=books.host.num_pages,
+            host_free=books.host.num_free,
+            host_live=books.host.num_live,
+            host_moving=books.host.num_moving,
+            host_evictions=books.host_evictions,
+            tickets_in_flight=self._transfers.tickets.num_in_flight,
+            tickets_lost=self._transfers.tickets.num_lost,
+            pages_stored=counts["pages_store"],
+            pages_loaded=counts["pages_load"],
+            stores=counts["store"],
+            loads=counts["load"],
+            stores_failed=counts["store_failed"],
+            loads_failed=counts["load_failed"],
+            stores_lost=counts["store_lost"],
+            loads_lost=counts["load_lost"],
+            completions_late=counts["completion_late"],
+            completions_duplicate=counts["completion_duplicate"],
+            completions_unknown=counts["completion_unknown"],
         )
 
     def describe(self, handle_id: str, *, salt: str | None = None) -> StateInfo:
@@ -340,6 +490,27 @@ class KVStore:
         return tuple(
             self._describe(handle) for handle in self._books.handles if salt in (None, handle.node.salt)
         )
+
+    def _reads_of(self, what: Sequence[Read] | NodeRecord) -> tuple[Read, ...]:
+        """The reads, checked; a node's held tokens."""
+        if isinstance(what, NodeRecord):
+            check_readable(what, 0, what.length, None, "node")
+            self._check_held(what)
+            return tuple(Read(what, start, stop) for start, stop in sorted(what.cover))
+        for index, read in enumerate(what):
+            field = f"reads[{index}]"
+            check_readable(read.node, read.start, read.stop, None, field)
+            check_held(read.node, read.start, read.stop, passed=False, field=field)
+        return tuple(what)
+
+    def _check_held(self, node: NodeRecord) -> None:
+        if not node.held:
+            raise KVStoreError("state_released", f"nothing holds node {node.uid} any more", field="node")
+
+    def _check_pin(self, hold: Hold, salt: str) -> None:
+        """Whether what a hold keeps may be pinned, too."""
+        holds = [handle.hold for handle in self._books.handles if handle.pinned]
+        self._pins.check(pinned_nodes([*holds, hold]), self._books.holds, salt)
 
     def _handle(self, handle_id: str, salt: str | None) -> Handle:
         self.expire()
@@ -356,6 +527,7 @@ class KVStore:
             own_start=node.own_start,
             context_tokens=sum(read.stop - read.start for read in node.reads),
             pages=sum(page is not None for page in node.pages[: span.stop]),
+            host_pages=sum(copy_of(node, index) is not None for index in span),
             tier=self.tier(node),
             readers=node.leases,
             holders=node.root.refs,

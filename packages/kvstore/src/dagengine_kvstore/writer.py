@@ -109,7 +109,7 @@ class PageWriter:
             evict: whether states may be evicted for them.
 
         Raises:
-            OutOfPages (code `capacity`): nothing was changed.
+            OutOfPages (code `capacity`): nothing was dropped; states that must be stored first may be on their way.
             KVStoreError `partial_page_shared` behind a partial page attached by `match`.
         """
         self._check_open()
@@ -122,7 +122,7 @@ class PageWriter:
         if not needed:
             return
         after = self.pages[-1] if self.pages else None
-        pages = self._books.take_pages(self.node, needed, after, evict=evict)
+        pages = self._books.pressure.take_pages(self.node, needed, after, evict=evict)
         for page in pages:
             self._books.pool.base[page] = self.node.own_start + len(self.pages) * self._books.page_size
             self.pages.append(page)

@@ -1,0 +1,380 @@
+"""Who makes room in both tiers, and what is brought back. Knows the policy, costs, claims and the books; the copies
+themselves are `transfers.py`'s.
+
+    page of a victim            what becomes of it
+    the host has a copy         dropped at once: HOST
+    recomputing is cheaper, or  dropped at once: NOWHERE
+      the host takes no more
+    else                        stored first; the next who needs room drops it
+
+What can be dropped at once goes first, in the policy's order. Only if that is not enough are stores started, as many
+pages as are short, and no more before these have ended: whoever needs the pages waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from dagengine_kvstore.claims import Claims
+from dagengine_kvstore.costs import CostModel, reload_is_cheaper
+from dagengine_kvstore.errors import KVStoreError, OutOfHostPages, OutOfPages
+from dagengine_kvstore.eviction import Candidate, EvictionPolicy, choose, freed_pages
+from dagengine_kvstore.nodes import NodeRecord
+from dagengine_kvstore.residency import PageCopy, copy_of
+from dagengine_kvstore.tickets import Ticket
+from dagengine_kvstore.tiers import Tier
+from dagengine_kvstore.transfers import Transfers
+
+if TYPE_CHECKING:
+    from dagengine_kvstore.books import Books
+    from dagengine_kvstore.references import Read
+
+NextUseOf = Callable[[NodeRecord], int | None]
+Pages = dict[NodeRecord, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What may leave the device now: `drop` at once, `store` first; pages by node, oldest node first."""
+
+    drop: Pages
+    store: Pages
+
+
+class Pressure:
+    """
+    Args:
+        next_use: when somebody who waits or runs will read a node, smaller is sooner; None: nobody.
+        write_back: how many pages `pump` keeps unused or fit to be dropped at once.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        transfers: Transfers,
+        claims: Claims,
+        policy: EvictionPolicy,
+        costs: CostModel | None,
+        next_use: NextUseOf | None,
+        write_back: int,
+    ) -> None:
+        self.claims = claims
+        self.offloading: dict[NodeRecord, None] = {}
+        self._books = books
+        self._transfers = transfers
+        self._policy = policy
+        self._costs = costs
+        self._next_use = next_use
+        self._write_back = write_back
+
+    @property
+    def tickets(self) -> tuple[Ticket, ...]:
+        """All that have not ended, lost ones too."""
+        return tuple(self._transfers.tickets.tickets.values())
+
+    def take_pages(self, node: NodeRecord, count: int, after: int | None, *, evict: bool) -> list[int]:
+        """Pages for a writer of `node`; with `evict` also others', but never pages that the node itself reads.
+
+        Raises OutOfPages. Nothing was dropped then, but stores may have been started.
+        """
+        self.make_room(count, node.reads, evict=evict, restoring=node if node.restoring else None)
+        return self._books.pool.allocate(count, after)
+
+    def make_room(
+        self,
+        count: int,
+        reads: Iterable[Read],
+        *,
+        evict: bool = True,
+        restoring: NodeRecord | None = None,
+    ) -> None:
+        """Make `count` pages unused, dropping none that `reads` read. Raises as `take_pages`.
+
+        A node that is being restored loses its own pages, too, if they will be computed again.
+        """
+        pool = self._books.pool
+        unused = pool.num_free + pool.num_cached
+        short = count - unused
+        if short <= 0:
+            return
+        if evict:
+            plan = self.plan(reads=reads)
+            if restoring is not None:
+                begin = len(self._books.restores[restoring].pages)
+                pages = self._pages(restoring, self._kept(reads).get(restoring, set()), begin)
+                plan.drop.update({restoring: pages} if pages else {})
+            chosen = self._choose(plan.drop, pool.refs, short)
+            if chosen is not None:
+                for node in chosen:
+                    self._books.evict(node, plan.drop[node])
+                return
+            droppable = len(freed_pages(_by_uid(plan.drop), pool.refs))
+            self._start_stores(plan.store, short - droppable - pool.num_waiting)
+        raise OutOfPages(count, unused, pool.num_waiting, self._transfers.tickets.num_pages("store"))
+
+    def num_droppable(self, exclude: Collection[NodeRecord], reads: Iterable[Read]) -> int:
+        """Pages that evicting would free now."""
+        drop = self.plan(exclude, reads).drop
+        return len(freed_pages(_by_uid(drop), self._books.pool.refs))
+
+    def plan(self, exclude: Collection[NodeRecord] = (), reads: Iterable[Read] = ()) -> Plan:
+        evictable = self._evictable(exclude, reads)
+        if not self._transfers.is_usable:
+            return Plan(evictable, {})
+        copies = self._books.copies
+        clean: Pages = {}
+        dirty: Pages = {}
+        for node, pages in evictable.items():
+            for index, page in enumerate(node.pages):
+                if page in pages:
+                    side = dirty if copies.clean(node, index) is None else clean
+                    side.setdefault(node, []).append(page)
+        store = self._storable(dirty)
+        drop = {
+            node: [*clean.get(node, ()), *(() if node in store else dirty.get(node, ()))]
+            for node in evictable
+            if node in clean or node not in store
+        }
+        return Plan(drop, store)
+
+    def offload(self, node: NodeRecord) -> None:
+        """Move a node to the host as soon as nothing needs it on the device.
+
+        Raises OutOfHostPages if it needs room there that cannot be made.
+        """
+        self._transfers.forgive(node)
+        dirty = self._transfers.dirty(node)
+        if not self._make_host_room(len(dirty), node, force=True):
+            raise OutOfHostPages(len(dirty), self._books.host.num_free)
+        self.offloading[node] = None
+        self._books.note("offload", node)
+        self._continue_offload(node)
+
+    def pump(self) -> None:
+        """Go on with what was asked for, and store ahead what will have to go next."""
+        self.claims.pump()
+        for node in tuple(self.offloading):
+            self._continue_offload(node)
+        if self._write_back:
+            self._store_ahead()
+
+    def load(self, reads: Sequence[Read], *, demand: bool) -> int:
+        """Bring what the host has of `reads`; claim all that they read with `demand`.
+
+        Returns: how many are on their way.
+
+        Raises OutOfPages with `demand`; without, nothing is started if there are too few unused pages.
+        """
+        on_way: dict[PageCopy, None] = {}
+        on_host: dict[PageCopy, NodeRecord] = {}
+        for read in reads:
+            node, indices = read.node, self._books.holds.page_range(read.start, read.stop)
+            if node in self.offloading:
+                self._end_offload(node, "offload_cancelled")
+            if demand:
+                self.claims.ask(node, indices)
+            for index in indices:
+                copy = copy_of(node, index)
+                if node.pages[index] is not None or copy is None:
+                    continue
+                page = self._books.copies.device_page(copy)
+                if copy.tier is Tier.LOADING:
+                    on_way[copy] = None
+                elif page is not None:
+                    self._books.return_to_device(node, index, page)
+                else:
+                    on_host[copy] = node
+        if not on_host:
+            return len(on_way)
+        try:
+            self.make_room(len(on_host), reads, evict=demand)
+        except OutOfPages:
+            if demand:
+                raise
+            return len(on_way)
+        return len(on_way) + self._transfers.load(next(iter(on_host.values())), list(on_host))
+
+    def wants_reload(self, node: NodeRecord) -> bool:
+        """Whether what the host has of a node is to be loaded, rather than computed again."""
+        missing = sum(page is None and copy_of(node, i) is not None for i, page in enumerate(node.pages))
+        return missing > 0 and reload_is_cheaper(self._costs, node, missing)
+
+    def _continue_offload(self, node: NodeRecord) -> None:
+        books, transfers = self._books, self._transfers
+        if not node.held:
+            self._end_offload(node, "offload_cancelled")
+            return
+        if transfers.gave_up(node):
+            self._end_offload(node, "offload_failed")
+            return
+        dirty = transfers.dirty(node)
+        if dirty and transfers.is_usable and self._make_host_room(len(dirty), node, force=True):
+            transfers.store(node, dirty)
+        if not (node.leases or node.restoring or self.claims[node] or node in books.pinned()):
+            clean = {
+                page
+                for index, page in enumerate(node.pages)
+                if page is not None and books.copies.clean(node, index) is not None
+            }
+            if clean:
+                books.evict(node, clean)
+        loading = any(copy is not None and copy.tier is Tier.LOADING for copy in node.copies)
+        if not loading and all(page is None for page in node.pages):
+            self._end_offload(node, "offloaded")
+
+    def _end_offload(self, node: NodeRecord, kind: str) -> None:
+        del self.offloading[node]
+        self._books.note(kind, node)
+
+    def _store_ahead(self) -> None:
+        books = self._books
+        short = self._write_back - books.pool.num_free - books.pool.num_cached
+        if short <= 0:
+            return
+        plan = self.plan()
+        short -= len(freed_pages(_by_uid(plan.drop), books.pool.refs))
+        self._start_stores(plan.store, short)
+
+    def _start_stores(self, store: Pages, short: int) -> None:
+        """Store nodes in the policy's order until `short` pages are on their way, unless others are."""
+        if short <= 0 or self._transfers.tickets.num_pages("store"):
+            return
+        for node in self._order(store):
+            dirty = [index for index in self._transfers.dirty(node) if node.pages[index] in store[node]]
+            if not dirty:
+                continue
+            if self._make_host_room(len(dirty), node):
+                short -= self._transfers.store(node, dirty)
+            else:
+                self._transfers.count_failure(node)
+            if short <= 0:
+                return
+
+    def _storable(self, dirty: Pages) -> Pages:
+        """Those of these nodes that go to the host before they may be dropped."""
+        worth = {
+            node: pages
+            for node, pages in dirty.items()
+            if not self._transfers.gave_up(node) and reload_is_cheaper(self._costs, node, len(pages))
+        }
+        host = self._books.host
+        room = host.num_free
+        if sum(map(len, worth.values())) <= room:
+            return worth
+        there = self._on_host()
+        dropped: Counter[int] = Counter()
+        chosen: Pages = {}
+        for node in self._order({**there, **worth}):
+            if node in worth and len(worth[node]) <= room:
+                chosen[node] = worth[node]
+                room -= len(worth[node])
+            for page in there.get(node, ()):
+                dropped[page] += 1
+                room += dropped[page] == host.refs[page]
+        return {node: pages for node, pages in worth.items() if node in chosen}
+
+    def _make_host_room(self, count: int, node: NodeRecord, *, force: bool = False) -> bool:
+        """Make `count` host pages free, dropping what comes before `node` in the policy's order; with `force`, any."""
+        books = self._books
+        short = count - books.host.num_free
+        if short <= 0:
+            return True
+        there = self._on_host()
+        there.pop(node, None)
+        order = self._order({**there, node: []})
+        if not force:
+            order = order[: order.index(node)] if node in order else []
+        by_uid = {other.uid: other for other in there}
+        chosen = choose([n.uid for n in order if n in there], _by_uid(there), books.host.refs, short)
+        for uid in chosen or ():
+            books.evict_host(by_uid[uid])
+        return chosen is not None
+
+    def _evictable(self, exclude: Collection[NodeRecord], reads: Iterable[Read]) -> Pages:
+        """Pages that may leave the device: resident, under no ticket, not claimed, in no lease or read of `reads`, and
+        not touched by an open step, which they would have to wait for.
+        """
+        books = self._books
+        pinned = books.pinned()
+        kept = self._kept(reads)
+        found: Pages = {}
+        for node in books.nodes():
+            if not node.sealed or node.restoring or node in exclude or node in pinned:
+                continue
+            pages = self._pages(node, kept.get(node, set()))
+            if pages:
+                found[node] = pages
+        return found
+
+    def _kept(self, reads: Iterable[Read]) -> dict[NodeRecord, set[int]]:
+        """Indices of the pages that leases or `reads` read."""
+        books = self._books
+        kept: dict[NodeRecord, set[int]] = {}
+        for read in chain(reads, (read for lease in books.leases for read in lease.reads)):
+            kept.setdefault(read.node, set()).update(books.holds.page_range(read.start, read.stop))
+        return kept
+
+    def _pages(self, node: NodeRecord, kept: set[int], begin: int = 0) -> list[int]:
+        """The node's device pages from index `begin` on that may leave now, but for those in `kept`."""
+        pool, claimed = self._books.pool, self.claims[node]
+        return [
+            page
+            for index, page in enumerate(node.pages)
+            if page is not None
+            and index >= begin
+            and index not in kept
+            and index not in claimed
+            and pool.is_quiet(page)
+            and not pool.is_moving(page)
+        ]
+
+    def _on_host(self) -> Pages:
+        """Host pages that may be dropped, by node: under no ticket, neither pinned nor claimed."""
+        books = self._books
+        pinned = books.pinned()
+        found: Pages = {}
+        for node in books.nodes():
+            if node.copies and node not in pinned and not self.claims[node]:
+                pages = [copy.host for copy in node.copies if copy is not None and copy.is_clean]
+                if pages:
+                    found[node] = pages
+        return found
+
+    def _choose(self, pages: Pages, refs: Sequence[int], short: int) -> list[NodeRecord] | None:
+        by_uid = {node.uid: node for node in pages}
+        order = [node.uid for node in self._order(pages)]
+        chosen = choose(order, _by_uid(pages), refs, short)
+        return None if chosen is None else [by_uid[uid] for uid in chosen]
+
+    def _order(self, pages: Pages) -> list[NodeRecord]:
+        """Nodes in the policy's order. Raises KVStoreError `plugin_broken` for an answer that is none."""
+        by_uid = {node.uid: node for node in pages}
+        order = list(self._policy.order([self._candidate(node, len(owned)) for node, owned in pages.items()]))
+        if len(set(order)) < len(order) or not by_uid.keys() >= set(order):
+            message = (
+                f"eviction policy {self._policy.name!r} must give each candidate at most once, no others"
+            )
+            raise KVStoreError("plugin_broken", message, field="eviction")
+        return [by_uid[uid] for uid in order]
+
+    def _candidate(self, node: NodeRecord, num_pages: int) -> Candidate:
+        costs = self._costs
+        return Candidate(
+            uid=node.uid,
+            num_pages=num_pages,
+            num_tokens=node.length,
+            num_read=sum(read.stop - read.start for read in node.reads),
+            last_used=node.last_used,
+            next_use=None if self._next_use is None else self._next_use(node),
+            num_clean=sum(copy is not None and copy.is_clean for copy in node.copies),
+            recompute_us=None if costs is None else costs.recompute(node),
+            reload_us=None if costs is None else costs.reload(num_pages),
+        )
+
+
+def _by_uid(pages: Pages) -> dict[int, list[int]]:
+    return {node.uid: owned for node, owned in pages.items()}
