@@ -18,12 +18,20 @@ def imports(path: Path) -> set[str]:
     return names - set(sys.stdlib_module_names)
 
 
-def test_only_the_arena_needs_torch_and_only_the_kit_needs_pytest() -> None:
-    allowed = {"torch_arena.py": {"torch"}, "conformance.py": {"pytest"}}
+def test_only_the_arena_and_its_copies_need_torch_and_only_the_kit_needs_pytest() -> None:
+    allowed = {
+        "torch_arena.py": {"torch"},
+        "torch_copies.py": {"torch"},
+        "cuda_copies.py": {"torch"},
+        "page_kernel.py": {"torch", "triton"},
+        "conformance.py": {"pytest"},
+    }
     for path in sorted(PACKAGE.glob("*.py")):
         assert imports(path) <= {"dagengine_kvstore"} | allowed.get(path.name, set()), path.name
 
 
 def test_importing_the_package_loads_neither() -> None:
-    code = "import sys, dagengine_kvstore; assert not {'torch', 'numpy', 'pytest'} & set(sys.modules)"
+    code = (
+        "import sys, dagengine_kvstore; assert not {'torch', 'triton', 'numpy', 'pytest'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(PACKAGE.parent)})

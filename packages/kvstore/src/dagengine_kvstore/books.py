@@ -58,6 +58,7 @@ class Books:
         self.leases: dict[Lease, None] = {}
         self.tokens_written = 0
         self.tokens_reused = 0
+        self.tokens_recalled = 0
         self.evictions = 0
         self.host_evictions = 0
         self._nodes: weakref.WeakValueDictionary[int, NodeRecord] = weakref.WeakValueDictionary()

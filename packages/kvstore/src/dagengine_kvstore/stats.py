@@ -31,6 +31,7 @@ class StoreStats:
     states_resident: int  # wholly on the device
     tokens_written: int  # counter: committed by writers
     tokens_reused: int  # counter: matched instead
+    tokens_recalled: int  # counter: brought from a persistent tier instead
     evictions: int  # counter: nodes that left the device
     host_total: int
     host_free: int

@@ -459,6 +459,7 @@ class KVStore:
             states_resident=sum(self.tier(node) in (Tier.DEVICE, Tier.STORING) for node in states),
             tokens_written=books.tokens_written,
             tokens_reused=books.tokens_reused,
+            tokens_recalled=books.tokens_recalled,
             evictions=books.evictions,
             host_total=books.host.num_pages,
             host_free=books.host.num_free,

@@ -41,6 +41,11 @@ class TorchArena:
     def num_bytes(self) -> int:
         return sum(layer.numel() * layer.element_size() for layer in self._layers)
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        return self.num_bytes // self.num_pages
+
     def layer(self, index: int) -> torch.Tensor:
         """The whole arena of one layer, not a copy."""
         return self._layers[index]

@@ -47,6 +47,11 @@ class PageWriter:
         return len(self._tokens) + self.num_unknown
 
     @property
+    def is_open(self) -> bool:
+        """Until it is sealed, finished or aborted."""
+        return self._open
+
+    @property
     def num_known(self) -> int:
         return len(self._tokens)
 
@@ -97,6 +102,44 @@ class PageWriter:
         self._books.tokens_reused += reused
         self._books.note("match", self.node, tokens=reused)
         return reused
+
+    def page_keys(self, tokens: Sequence[int]) -> list[bytes]:
+        """Content keys of the full pages that the next tokens would fill: what a persistent tier knows them by.
+
+        Raises KVStoreError `match_misaligned` behind a page that is not full or not committed.
+        """
+        self._check_open()
+        size = self.page_size
+        if self._closed_tail or self.num_tokens % size or self._committed < self.num_tokens:
+            raise KVStoreError("match_misaligned", "ask behind full pages that are committed")
+        content, keys = self._content, []
+        for start in range(0, len(tokens) - size + 1, size):
+            content = Prefix(content, tuple(tokens[start : start + size]))
+            keys.append(content.key)
+        return keys
+
+    def adopt(self, tokens: Sequence[int], bases: Sequence[int]) -> None:
+        """The next tokens' KV was brought to the pages reserved for them, not computed: they count as committed.
+
+        Args:
+            tokens: of full pages.
+            bases: stored position of row 0 of each of these pages.
+
+        Raises as `page_keys` and `append`; KVStoreError `invalid_count` if tokens and pages do not match.
+        """
+        self.page_keys(())
+        size, first = self.page_size, len(self._tokens) // self.page_size
+        if len(tokens) != size * len(bases):
+            message = f"{len(bases)} pages hold {size * len(bases)} tokens, not {len(tokens)}"
+            raise KVStoreError("invalid_count", message, field="bases")
+        self.append(tokens)
+        for page, base in zip(self.pages[first : first + len(bases)], bases, strict=True):
+            self._books.pool.base[page] = base
+        self._committed = len(self._tokens)
+        while (self._known + 1) * size <= self._committed:
+            self._learn(self._tokens[self._known * size : (self._known + 1) * size])
+        self._books.tokens_recalled += len(tokens)
+        self._books.note("recalled", self.node, tokens=len(tokens))
 
     def pages_spare(self, count: int) -> int:
         """Pages reserved behind the next `count` tokens: what `give_back(count)` would give."""

@@ -1,0 +1,210 @@
+"""Pages between a CUDA device and pinned host memory. Knows streams, events, buffers; knows no tickets.
+
+Two streams per direction, of the lowest priority, so that a kernel prepares one buffer while the copy engine moves
+the other:
+
+    store   compute ──► kernels: gather ──► copies: buffer to host        end: copies
+    load                copies: host to buffer ──► kernels: scatter       end: kernels
+
+A buffer is written again when what read it last has ended. Copies that take no buffer run on the stream at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dagengine_kvstore import page_kernel
+from dagengine_kvstore.cuda_driver import CudaDriver
+from dagengine_kvstore.errors import KVStoreError
+from dagengine_kvstore.extents import Method, choose, stretches
+from dagengine_kvstore.host_arena import HostArena
+from dagengine_kvstore.torch_arena import TorchArena
+from dagengine_kvstore.torch_copies import Direction
+
+STAGING_BYTES = 16 << 20
+GATHER_PROGRAMS = 64
+HOST_PROGRAMS = 32
+
+
+class _Lane:
+    """One direction: its streams, two buffers of `num_slots` pages, and what must end before each is written again."""
+
+    def __init__(self, device: torch.device, num_slots: int, page_bytes: int) -> None:
+        self.kernels = torch.cuda.Stream(device, priority=0)
+        self.copies = torch.cuda.Stream(device, priority=0)
+        self.buffers = [
+            torch.empty(num_slots * page_bytes, dtype=torch.uint8, device=device) for _ in range(2)
+        ]
+        slots = [
+            [buffer.data_ptr() + slot * page_bytes for slot in range(num_slots)] for buffer in self.buffers
+        ]
+        self.slots = torch.tensor(slots, dtype=torch.int64, device=device)
+        self.free = [torch.cuda.Event(), torch.cuda.Event()]
+        self.turn = 0
+
+
+class CudaCopies:
+    """Copies between the layers of `arena` and `host`, whose chunks it pins as they are mapped.
+
+    Args:
+        compute: the stream that writes the device's pages; None: the current one of each call of `mark`.
+        method: how everything is copied; None: `extents.choose` for each call of `issue`.
+        staging_bytes: of one of the four buffers on the device, or one page if that is more.
+        gather_programs: of a kernel between layers and a buffer.
+        host_programs: of a kernel between layers and the host.
+        batch: whether extents are given to the driver in one call, where it can take them so.
+
+    Raises KVStoreError `device_error` without a CUDA driver.
+    """
+
+    def __init__(
+        self,
+        arena: TorchArena,
+        host: HostArena,
+        *,
+        compute: torch.cuda.Stream | None = None,
+        method: Method | None = None,
+        staging_bytes: int = STAGING_BYTES,
+        gather_programs: int = GATHER_PROGRAMS,
+        host_programs: int = HOST_PROGRAMS,
+        batch: bool = True,
+    ) -> None:
+        self._host, self._compute, self._method = host, compute, method
+        self._driver = driver = CudaDriver()
+        self._pinned: list[int] = []
+        host.pin = self._pin
+        self._device = arena.layer(0).device
+        self._addresses = [arena.layer(layer).data_ptr() for layer in range(arena.num_layers)]
+        self._layer_bytes = arena.page_bytes // arena.num_layers
+        self._page_bytes = arena.page_bytes
+        self._copy = driver.copy_batch if batch and driver.has_batches else driver.copy
+        self._gather_programs, self._host_programs = gather_programs, host_programs
+        self._num_slots = max(1, staging_bytes // self._page_bytes)
+        with torch.cuda.device(self._device):
+            self._layers = torch.tensor(self._addresses, dtype=torch.int64, device=self._device)
+            self._lanes: dict[Direction, _Lane] = {
+                "store": _Lane(self._device, self._num_slots, self._page_bytes),
+                "load": _Lane(self._device, self._num_slots, self._page_bytes),
+            }
+            page_kernel.prepare(self._layers, self._layer_bytes)
+            torch.cuda.synchronize()
+
+    def mark(self) -> torch.cuda.Event:
+        """The end of everything queued on the compute stream so far."""
+        event = torch.cuda.Event()
+        event.record(self._compute or torch.cuda.current_stream(self._device))
+        return event
+
+    def issue(
+        self, kind: Direction, pages: Sequence[tuple[int, int]], after: Sequence[torch.cuda.Event]
+    ) -> torch.cuda.Event:
+        """Queue copies of (device page, host page) pairs behind `after`; the event of their end."""
+        lane = self._lanes[kind]
+        last = lane.copies if kind == "store" else lane.kernels
+        ordered = sorted(pages, key=lambda pair: pair[1])
+        devices = [device for device, _ in ordered]
+        hosts = [self._host.address(page) for _, page in ordered]
+        method = self._method or choose(devices, hosts, len(self._addresses), self._layer_bytes)
+        with torch.cuda.device(self._device):
+            for event in after:
+                lane.kernels.wait_event(event)
+                lane.copies.wait_event(event)
+            if method is Method.DIRECT:
+                self._queue_direct(kind, devices, hosts, last)
+            elif method is Method.STAGED:
+                self._queue_staged(kind, devices, hosts, lane)
+            else:
+                with torch.cuda.stream(last):
+                    table = self._table(devices, hosts)
+                    self._run_kernel(kind, table[0], table[1], self._host_programs)
+            return last.record_event()
+
+    def wait(self) -> None:
+        """Block until everything issued has ended."""
+        for lane in self._lanes.values():
+            lane.kernels.synchronize()
+            lane.copies.synchronize()
+
+    def close(self) -> None:
+        """Wait, then unpin. The host pages stay readable."""
+        self.wait()
+        with torch.cuda.device(self._device):
+            while self._pinned:
+                self._driver.unpin(self._pinned.pop())
+
+    def _pin(self, address: int, size: int) -> None:
+        with torch.cuda.device(self._device):
+            self._driver.pin(address, size)
+            self._pinned.append(address)
+            if self._driver.device_address(address) != address:
+                raise KVStoreError("device_error", "the device finds pinned memory at other addresses")
+
+    def _queue_direct(
+        self, kind: Direction, devices: Sequence[int], hosts: Sequence[int], stream: torch.cuda.Stream
+    ) -> None:
+        size = self._layer_bytes
+        near: list[int] = []
+        far: list[int] = []
+        if len(self._addresses) == 1:
+            runs = stretches(hosts, self._page_bytes, devices)
+            near = [self._addresses[0] + devices[first] * size for first, _ in runs]
+            far = [hosts[first] for first, _ in runs]
+            self._move(kind, near, far, [count * size for _, count in runs], stream)
+            return
+        for device, host in zip(devices, hosts, strict=True):
+            near += [address + device * size for address in self._addresses]
+            far += range(host, host + self._page_bytes, size)
+        self._move(kind, near, far, [size] * len(near), stream)
+
+    def _queue_staged(
+        self, kind: Direction, devices: Sequence[int], hosts: Sequence[int], lane: _Lane
+    ) -> None:
+        with torch.cuda.stream(lane.kernels):
+            (table,) = self._table(devices)
+            for begin in range(0, len(devices), self._num_slots):
+                turn, lane.turn = lane.turn, 1 - lane.turn
+                part = hosts[begin : begin + self._num_slots]
+                pages, slots = table[begin : begin + len(part)], lane.slots[turn, : len(part)]
+                runs = stretches(part, self._page_bytes)
+                base = lane.buffers[turn].data_ptr()
+                near = [base + first * self._page_bytes for first, _ in runs]
+                far = [part[first] for first, _ in runs]
+                sizes = [count * self._page_bytes for _, count in runs]
+                if kind == "store":
+                    lane.kernels.wait_event(lane.free[turn])
+                    self._run_kernel(kind, pages, slots, self._gather_programs)
+                    lane.copies.wait_event(lane.kernels.record_event())
+                    self._move(kind, near, far, sizes, lane.copies)
+                    lane.free[turn].record(lane.copies)
+                else:
+                    lane.copies.wait_event(lane.free[turn])
+                    self._move(kind, near, far, sizes, lane.copies)
+                    lane.kernels.wait_event(lane.copies.record_event())
+                    self._run_kernel(kind, pages, slots, self._gather_programs)
+                    lane.free[turn].record(lane.kernels)
+
+    def _move(
+        self,
+        kind: Direction,
+        near: Sequence[int],
+        far: Sequence[int],
+        sizes: Sequence[int],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        targets, sources = (far, near) if kind == "store" else (near, far)
+        self._copy(targets, sources, sizes, stream.cuda_stream)
+
+    def _run_kernel(
+        self, kind: Direction, devices: torch.Tensor, others: torch.Tensor, num_programs: int
+    ) -> None:
+        store = kind == "store"
+        page_kernel.copy_pages(
+            self._layers, devices, others, self._layer_bytes, store=store, num_programs=num_programs
+        )
+
+    def _table(self, *rows: Sequence[int]) -> torch.Tensor:
+        """Rows of int64 on the device, queued on the current stream."""
+        host = torch.tensor(rows, dtype=torch.int64, pin_memory=True)
+        return host.to(self._device, non_blocking=True)

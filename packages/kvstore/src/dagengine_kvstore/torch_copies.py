@@ -1,0 +1,74 @@
+"""What copies pages of one device, as a protocol, and its CPU half. Knows pages and marks; knows no tickets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+
+from dagengine_kvstore.host_arena import HostArena
+from dagengine_kvstore.torch_arena import TorchArena
+
+Direction = Literal["store", "load"]
+
+
+class Mark(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Whether everything before it has ended."""
+        ...
+
+
+class Copies(Protocol):
+    """What copies pages of one device."""
+
+    def mark(self) -> Mark:
+        """The end of everything that the compute stream was given so far."""
+        ...
+
+    def issue(self, kind: Direction, pages: Sequence[tuple[int, int]], after: Sequence[Any]) -> Mark:
+        """Start copies of (device page, host page) pairs behind `after`; the mark of their end."""
+        ...
+
+    def wait(self) -> None:
+        """Block until everything issued has ended."""
+        ...
+
+    def close(self) -> None:
+        """Wait, then give host memory up."""
+        ...
+
+
+class _Ended:
+    def query(self) -> bool:
+        return True
+
+
+class CpuCopies:
+    """Copies between the layers of `arena`, on a CPU, and `host`: each is done when `issue` returns."""
+
+    def __init__(self, arena: TorchArena, host: HostArena) -> None:
+        layers = [arena.layer(layer) for layer in range(arena.num_layers)]
+        self._layers = [layer.view(torch.uint8).view(arena.num_pages, -1) for layer in layers]
+        self._host = host
+
+    def mark(self) -> Mark:
+        return _Ended()
+
+    def issue(self, kind: Direction, pages: Sequence[tuple[int, int]], after: Sequence[Any]) -> Mark:
+        for device, host in pages:
+            rows = torch.frombuffer(self._host.page(host), dtype=torch.uint8).view(len(self._layers), -1)
+            for layer, row in zip(self._layers, rows, strict=True):
+                if kind == "store":
+                    row.copy_(layer[device])
+                else:
+                    layer[device].copy_(row)
+        return _Ended()
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,210 @@
+"""Moves pages of a TorchArena to host memory and back. Knows tickets and their order; `CudaCopies` knows streams.
+
+    submit ──► waiting ──► issued ──► ended on the device ──► reported by poll, once
+                  │ an earlier ticket over one of its pages is not issued yet, or the store rate is used up
+
+A store reads a page behind everything that was queued on the compute stream at its submit. Of two tickets over one
+device page or one host page the later one runs behind the earlier one, whatever their directions. A load waits for no
+compute: its device pages must be such that no open step touches them.
+
+On a CPU the order is the same and a copy is done when it is issued; the next `poll` reports it.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dagengine_kvstore.errors import KVStoreError
+from dagengine_kvstore.host_arena import CHUNK_BYTES, HostArena
+from dagengine_kvstore.tiers import Completion, Copy
+from dagengine_kvstore.torch_arena import TorchArena
+from dagengine_kvstore.torch_copies import Copies, CpuCopies, Direction, Mark
+
+PACED_BYTES = 16 << 20
+BURST_S = 0.05
+
+
+@dataclass(eq=False)
+class _Ticket:
+    number: int
+    copy: Copy
+    mark: Mark | None  # of the compute stream at the submit of a store
+    after: list[_Ticket]
+    issued: int = 0  # pages
+    end: Mark | None = None  # of the last pages issued
+    error: str | None = None
+
+    @property
+    def is_issued(self) -> bool:
+        return self.error is not None or self.issued == len(self.copy.pages)
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_issued and (self.end is None or self.end.query())
+
+
+class TorchTransfer:
+    """The transfer of a TorchArena, on the arena's device.
+
+    Args:
+        arena: the device's pages.
+        num_host_pages: of the host tier; memory is mapped, and pinned for a GPU, in chunks as pages are first used.
+        chunk_bytes: of such a chunk.
+        store_bytes_per_s: stores are issued no faster, in parts of 16 MiB, by `submit` and `poll`, so that they leave
+            bandwidth to running steps; None: all at once. Loads are never held back.
+        copies: makes what copies, from the arena and the host pages; None: CpuCopies, or CudaCopies as it is.
+        clock: seconds, for `store_bytes_per_s`.
+
+    Raises:
+        KVStoreError `invalid_size`; for a GPU `device_error` where the CUDA driver or Triton is missing.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self,
+        arena: TorchArena,
+        num_host_pages: int,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        store_bytes_per_s: float | None = None,
+        copies: Callable[[TorchArena, HostArena], Copies] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if store_bytes_per_s is not None and not store_bytes_per_s > 0:
+            message = f"store_bytes_per_s must be positive, not {store_bytes_per_s}"
+            raise KVStoreError("invalid_size", message, field="store_bytes_per_s")
+        self.host = HostArena(num_host_pages, arena.page_bytes, chunk_bytes=chunk_bytes)
+        self._copies = (copies or _copies_of(arena))(arena, self.host)
+        self._num_device_pages = arena.num_pages
+        self._clock, self._rate = clock, store_bytes_per_s
+        self._paid_until = clock()  # stores issued so far take the link until then, at their rate
+        self._part = max(1, PACED_BYTES // arena.page_bytes)
+        self._queues: dict[Direction, deque[_Ticket]] = {"store": deque(), "load": deque()}
+        self._open: dict[int, _Ticket] = {}
+        self._newest: dict[tuple[str, int], _Ticket] = {}  # the last ticket over a device page or a host page
+        self._next = 1
+        self._closed = False
+        self._close_copies = weakref.finalize(self, self._copies.close)
+
+    @property
+    def num_host_pages(self) -> int:
+        return self.host.num_pages
+
+    def submit(self, copy: Copy) -> int:
+        """Start a copy; its ticket. A fault of the device is its completion's error.
+
+        Raises:
+            KVStoreError `capacity` for a page that is not there, `invalid_pages` for one that comes twice,
+            `transfer_closed`.
+        """
+        self._check(copy)
+        places = [*(("device", page) for page, _ in copy.pages), *(("host", page) for _, page in copy.pages)]
+        before = {ticket.number: ticket for place in places if (ticket := self._newest.get(place))}
+        mark = self._copies.mark() if copy.kind == "store" else None
+        ticket = _Ticket(self._next, copy, mark, list(before.values()))
+        self._next += 1
+        self._open[ticket.number] = ticket
+        self._newest.update(dict.fromkeys(places, ticket))
+        self._queues[copy.kind].append(ticket)
+        self._issue()
+        return ticket.number
+
+    def poll(self) -> Sequence[Completion]:
+        """Completions not reported yet. Issues what has become possible; never blocks."""
+        self._issue()
+        done = [ticket for ticket in self._open.values() if ticket.is_done]
+        for ticket in done:
+            self._forget(ticket)
+        return tuple(Completion(ticket.number, ticket.error) for ticket in done)
+
+    def abort(self, ticket: int) -> bool:
+        """Whether this ticket touches none of its pages from now on. What is not issued is not copied any more, and its
+        completion has an error; what is issued runs to its end.
+        """
+        found = self._open.get(ticket)
+        if found is None:
+            return True
+        if not found.is_issued:
+            self._queues[found.copy.kind].remove(found)
+            found.error = "aborted"
+        return found.is_done
+
+    def close(self) -> None:
+        """Wait for what is issued, drop what is not, give the pinned memory up. `poll` still reports what is open."""
+        self._closed = True
+        for queue in self._queues.values():
+            for ticket in queue:
+                ticket.error = "the transfer was closed"
+            queue.clear()
+        self._close_copies()
+
+    def _check(self, copy: Copy) -> None:
+        if self._closed:
+            raise KVStoreError("transfer_closed", "this transfer was closed")
+        sides = zip(*copy.pages, strict=True) if copy.pages else ((), ())
+        limits = (("device", self._num_device_pages), ("host", self.num_host_pages))
+        for (side, limit), pages in zip(limits, sides, strict=True):
+            for page in pages:
+                if not 0 <= page < limit:
+                    message = f"{side} page {page} is not inside [0, {limit})"
+                    raise KVStoreError("capacity", message, field="pages")
+            if len(set(pages)) < len(pages):
+                raise KVStoreError("invalid_pages", f"a {side} page comes twice in one copy", field="pages")
+
+    def _issue(self) -> None:
+        """Issue what no earlier ticket and no rate holds back, in order of each direction."""
+        progress = True
+        while progress:
+            progress = False
+            for queue in self._queues.values():
+                while queue and self._may_issue(queue[0]):
+                    self._issue_part(queue[0])
+                    progress = True
+                    if queue[0].is_issued:
+                        queue.popleft()
+
+    def _may_issue(self, ticket: _Ticket) -> bool:
+        if not all(before.is_issued for before in ticket.after):
+            return False
+        return ticket.copy.kind == "load" or self._rate is None or self._paid_until <= self._clock()
+
+    def _issue_part(self, ticket: _Ticket) -> None:
+        copy, begin = ticket.copy, ticket.issued
+        paced = copy.kind == "store" and self._rate is not None
+        pages = copy.pages[begin : begin + self._part] if paced else copy.pages[begin:]
+        after = [before.end for before in ticket.after if before.end is not None]
+        if ticket.mark is not None:
+            after.append(ticket.mark)
+        try:
+            ticket.end = self._copies.issue(copy.kind, pages, after)
+        except (KVStoreError, RuntimeError, OSError) as error:  # no memory, or a fault of the device
+            self._copies.wait()
+            ticket.error = f"{type(error).__name__}: {error}"
+            return
+        ticket.issued += len(pages)
+        if self._rate is not None and paced:
+            since = max(self._paid_until, self._clock() - BURST_S)
+            self._paid_until = since + len(pages) * self.host.page_bytes / self._rate
+
+    def _forget(self, ticket: _Ticket) -> None:
+        del self._open[ticket.number]
+        ticket.after.clear()
+        for device, host in ticket.copy.pages:
+            for place in (("device", device), ("host", host)):
+                if self._newest.get(place) is ticket:
+                    del self._newest[place]
+
+
+def _copies_of(arena: TorchArena) -> Callable[[TorchArena, HostArena], Copies]:
+    if arena.layer(0).device.type != "cuda":
+        return CpuCopies
+    try:
+        from dagengine_kvstore.cuda_copies import CudaCopies
+    except ImportError as error:
+        raise KVStoreError("device_error", f"copies on a GPU need Triton: {error}") from error
+    return CudaCopies
