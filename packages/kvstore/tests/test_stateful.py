@@ -176,6 +176,7 @@ class StoreMachine(RuleBasedStateMachine):
         needed = writer.pages_needed(len(tokens))
         fits = self.store.can_fit(needed, reads=writer.node.reads)
         before = self.store.stats()
+        num_refused = self.num_refused()
         try:
             writer.reserve(len(tokens))
         except OutOfPages:
@@ -187,7 +188,7 @@ class StoreMachine(RuleBasedStateMachine):
         except KVStoreError as error:
             assert error.code == "partial_page_shared" and writer.num_tokens % self.page_size
             return
-        assert fits
+        assert fits or self.num_refused() > num_refused
         first = len(writing.node.tokens)
         known = len(tokens) - unknown if len(tokens) > unknown else 0
         if writing.unfilled:
@@ -200,6 +201,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.arena.compute(writing.node, tokens)
         for offset, slot in enumerate(slots, start=first):
             writing.pending.append((slot, writing.node.kv[offset], writer.node.own_start + offset))
+
+    def num_refused(self) -> int:
+        return self.transfer.num_refused if isinstance(self.transfer, FakeTransfer) else 0
 
     @precondition(lambda self: len(self.steps) < 3)
     @rule()

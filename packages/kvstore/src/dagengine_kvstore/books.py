@@ -16,7 +16,7 @@ from dagengine_kvstore.host_pages import HostPool
 from dagengine_kvstore.nodes import NodeRecord, NodeStatus
 from dagengine_kvstore.pages import PagePool
 from dagengine_kvstore.pins import pinned_nodes
-from dagengine_kvstore.residency import CopyTable, copy_of
+from dagengine_kvstore.residency import CopyTable, clean_copy, copy_of
 from dagengine_kvstore.reuse import ContentTable
 from dagengine_kvstore.states import Handle, HandleTable
 from dagengine_kvstore.tiers import Tier
@@ -101,12 +101,9 @@ class Books:
     def evict(self, node: NodeRecord, pages: Collection[int]) -> int:
         """Let these of a node's pages leave the device. Returns their number."""
         indices = [index for index, page in enumerate(node.pages) if page is not None and page in pages]
-        kept = 0
+        self.copies.adopt(node)
+        kept = sum(clean_copy(node, index) is not None for index in indices)
         for index in reversed(indices):
-            copy = self.copies.clean(node, index)
-            kept += copy is not None
-            if copy is not None and copy_of(node, index) is None:
-                self.copies.attach(node, index, copy)
             self.leave_device(node, index)
         self.evictions += bool(indices)
         if kept:

@@ -49,6 +49,7 @@ class FakeTransfer:
     Attributes:
         host: what the host pages hold, `rows` entries each.
         copies: everything that was submitted, in order.
+        num_refused: how often `submit` raised for the seed's sake.
     """
 
     name = "fake"
@@ -85,6 +86,7 @@ class FakeTransfer:
         self.delay = delay
         self.host: list[object] = [None] * (num_host_pages * rows)
         self.copies: list[Copy] = []
+        self.num_refused = 0
         self._num_host_pages = num_host_pages
         self._device = device
         self._rows = rows
@@ -110,6 +112,7 @@ class FakeTransfer:
                 message = f"there is no device page {device} or no host page {host}"
                 raise KVStoreError("capacity", message, field="pages")
         if self._rng.random() < self.refuse:
+            self.num_refused += 1
             raise RuntimeError("refused, as the seed says")
         self.copies.append(copy)
         ticket = len(self.copies)

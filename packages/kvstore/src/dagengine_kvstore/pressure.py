@@ -24,7 +24,7 @@ from dagengine_kvstore.costs import CostModel, reload_is_cheaper
 from dagengine_kvstore.errors import KVStoreError, OutOfHostPages, OutOfPages
 from dagengine_kvstore.eviction import Candidate, EvictionPolicy, choose, freed_pages
 from dagengine_kvstore.nodes import NodeRecord
-from dagengine_kvstore.residency import PageCopy, copy_of
+from dagengine_kvstore.residency import PageCopy, clean_copy, copy_of
 from dagengine_kvstore.tickets import Ticket
 from dagengine_kvstore.tiers import Tier
 from dagengine_kvstore.transfers import Transfers
@@ -101,8 +101,9 @@ class Pressure:
         short = count - unused
         if short <= 0:
             return
-        if evict:
-            plan = self.plan(reads=reads)
+        refused: set[NodeRecord] = set()
+        while evict:
+            plan = self.plan(reads=reads, refused=refused)
             if restoring is not None:
                 begin = len(self._books.restores[restoring].pages)
                 pages = self._pages(restoring, self._kept(reads).get(restoring, set()), begin)
@@ -113,7 +114,10 @@ class Pressure:
                     self._books.evict(node, plan.drop[node])
                 return
             droppable = len(freed_pages(_by_uid(plan.drop), pool.refs))
-            self._start_stores(plan.store, short - droppable - pool.num_waiting)
+            in_vain = self._start_stores(plan.store, short - droppable - pool.num_waiting)
+            if not in_vain:
+                break
+            refused |= in_vain
         raise OutOfPages(count, unused, pool.num_waiting, self._transfers.tickets.num_pages("store"))
 
     def num_droppable(self, exclude: Collection[NodeRecord], reads: Iterable[Read]) -> int:
@@ -121,19 +125,26 @@ class Pressure:
         drop = self.plan(exclude, reads).drop
         return len(freed_pages(_by_uid(drop), self._books.pool.refs))
 
-    def plan(self, exclude: Collection[NodeRecord] = (), reads: Iterable[Read] = ()) -> Plan:
+    def plan(
+        self,
+        exclude: Collection[NodeRecord] = (),
+        reads: Iterable[Read] = (),
+        refused: Collection[NodeRecord] = (),
+    ) -> Plan:
+        """What may leave the device, but for `exclude` and what is read; `refused` are not stored first."""
         evictable = self._evictable(exclude, reads)
         if not self._transfers.is_usable:
             return Plan(evictable, {})
-        copies = self._books.copies
         clean: Pages = {}
         dirty: Pages = {}
         for node, pages in evictable.items():
+            self._books.copies.adopt(node)
             for index, page in enumerate(node.pages):
                 if page in pages:
-                    side = dirty if copies.clean(node, index) is None else clean
+                    side = dirty if clean_copy(node, index) is None else clean
                     side.setdefault(node, []).append(page)
-        store = self._storable(dirty)
+        stored = {node: pages for node, pages in dirty.items() if node not in refused}
+        store = self._storable(stored)
         drop = {
             node: [*clean.get(node, ()), *(() if node in store else dirty.get(node, ()))]
             for node in evictable
@@ -218,7 +229,7 @@ class Pressure:
             clean = {
                 page
                 for index, page in enumerate(node.pages)
-                if page is not None and books.copies.clean(node, index) is not None
+                if page is not None and clean_copy(node, index) is not None
             }
             if clean:
                 books.evict(node, clean)
@@ -239,20 +250,23 @@ class Pressure:
         short -= len(freed_pages(_by_uid(plan.drop), books.pool.refs))
         self._start_stores(plan.store, short)
 
-    def _start_stores(self, store: Pages, short: int) -> None:
-        """Store nodes in the policy's order until `short` pages are on their way, unless others are."""
-        if short <= 0 or self._transfers.tickets.num_pages("store"):
-            return
+    def _start_stores(self, store: Pages, short: int) -> set[NodeRecord]:
+        """Store nodes in the policy's order until `short` pages are on their way, unless others are.
+
+        Returns: who was tried in vain, if nothing could be started.
+        """
+        started = self._transfers.tickets.num_pages("store")
+        if short <= 0 or started:
+            return set()
+        in_vain: set[NodeRecord] = set()
         for node in self._order(store):
             dirty = [index for index in self._transfers.dirty(node) if node.pages[index] in store[node]]
-            if not dirty:
-                continue
-            if self._make_host_room(len(dirty), node):
-                short -= self._transfers.store(node, dirty)
-            else:
-                self._transfers.count_failure(node)
-            if short <= 0:
-                return
+            if dirty and self._make_host_room(len(dirty), node):
+                started += self._transfers.store(node, dirty)
+            in_vain.add(node)
+            if started >= short:
+                break
+        return set() if started else in_vain
 
     def _storable(self, dirty: Pages) -> Pages:
         """Those of these nodes that go to the host before they may be dropped."""

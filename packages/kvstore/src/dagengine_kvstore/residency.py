@@ -103,12 +103,13 @@ class CopyTable:
         """The device page that still has the copy's bytes, if it can be referred to."""
         return copy.device if self._pool.is_shareable(copy.device, copy.generation) else None
 
-    def clean(self, node: NodeRecord, index: int) -> PageCopy | None:
-        """The copy from which a node's page could be loaded if it left the device now."""
-        copy, page = copy_of(node, index), node.pages[index]
-        if copy is None and page is not None:
-            copy = self.find(page)
-        return copy if copy is not None and copy.is_clean else None
+    def adopt(self, node: NodeRecord) -> None:
+        """Make copies that equal nodes have of the same device pages the node's, too."""
+        for index, page in enumerate(node.pages):
+            if page is not None and copy_of(node, index) is None:
+                copy = self.find(page)
+                if copy is not None:
+                    self.attach(node, index, copy)
 
     def attach(self, node: NodeRecord, index: int, copy: PageCopy) -> None:
         """Make a copy that of a node's page."""
@@ -148,6 +149,12 @@ def on_device(copy: PageCopy) -> bool:
 
 def copy_of(node: NodeRecord, index: int) -> PageCopy | None:
     return node.copies[index] if node.copies else None
+
+
+def clean_copy(node: NodeRecord, index: int) -> PageCopy | None:
+    """The copy from which a node's page could be loaded if it left the device now."""
+    copy = copy_of(node, index)
+    return copy if copy is not None and copy.is_clean else None
 
 
 def page_tier(node: NodeRecord, index: int) -> Tier:

@@ -68,17 +68,16 @@ class Transfers:
 
         Equal nodes' copies of the same pages become the node's, too.
         """
-        pool, copies = self._books.pool, self._books.copies
-        found: list[int] = []
-        for index, page in enumerate(node.pages):
-            if page is None or copy_of(node, index) is not None:
-                continue
-            copy = copies.find(page)
-            if copy is not None:
-                copies.attach(node, index, copy)
-            elif not pool.is_moving(page) and pool.is_written(page):
-                found.append(index)
-        return found
+        pool = self._books.pool
+        self._books.copies.adopt(node)
+        return [
+            index
+            for index, page in enumerate(node.pages)
+            if page is not None
+            and copy_of(node, index) is None
+            and not pool.is_moving(page)
+            and pool.is_written(page)
+        ]
 
     def store(self, node: NodeRecord, indices: Sequence[int]) -> int:
         """Start to store these of a node's `dirty` pages, for which the host has room.
