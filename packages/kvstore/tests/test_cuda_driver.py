@@ -40,7 +40,7 @@ class Libcuda(SimpleNamespace):
 
         def copy_batch(*arguments: Any) -> int:
             targets, sources, sizes, count, attributes, indices, number, *rest = arguments
-            assert rest == ([None, STREAM] if batch == "cuMemcpyBatchAsync" else [STREAM])
+            assert rest[-1] == STREAM and len(rest) == (2 if batch == "cuMemcpyBatchAsync" else 1)
             assert number == 1 and words(indices, 1) == [0]
             assert attributes._obj.source_access_order == 1
             for target, source, size in zip(

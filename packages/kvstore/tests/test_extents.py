@@ -36,6 +36,10 @@ def test_the_mean_extent_decides_how_pages_are_copied() -> None:
     assert choose(together, addresses(together, size), 1, size) is Method.DIRECT
     assert choose(scattered, addresses(together, size), 1, size) is Method.STAGED
     assert choose(together, addresses(scattered, size), 1, size) is Method.KERNEL
+    size = STAGED_BYTES  # a buffer would not make the host's extents larger
+    assert choose(scattered, addresses(scattered, size), 1, size) is Method.DIRECT
+    assert choose(scattered, addresses(scattered, size), 1, size - 1) is Method.KERNEL
+    assert choose(scattered, addresses(together, size), 1, size) is Method.STAGED
     # Several layers: a device extent is one page in one layer, a host extent all its layers.
     assert choose(together, addresses(scattered, 8 * DIRECT_BYTES), 8, DIRECT_BYTES) is Method.DIRECT
     small = STAGED_BYTES // 8

@@ -95,7 +95,7 @@ class CudaDriver:
         words = [array("Q", values) for values in (targets, sources, sizes, (0,))]
         arrays = [word.buffer_info()[0] for word in words]
         attributes = _CopyAttributes(IN_STREAM_ORDER, _Location(), _Location(), OVERLAP_WITH_COMPUTE)
-        tail = [None, stream] if self._tells_failure else [stream]
+        tail = [byref(c_size_t()), stream] if self._tells_failure else [stream]
         done = self._batch(*arrays[:3], count, byref(attributes), arrays[3], 1, *tail)
         self._check(done, "cuMemcpyBatchAsync")
 

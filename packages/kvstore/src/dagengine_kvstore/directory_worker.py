@@ -1,7 +1,9 @@
 """The thread between host pages and the files of a directory. Knows jobs and their order; knows no tickets.
 
-put      waiting ──► being read ──► written            given up while it waits: overwritten, or too many wait
-fetch    waiting ──► ended                             before any put: somebody waits for it
+    put      waiting ──► being read ──► written      given up while it waits: overwritten, or too many wait
+    fetch    waiting ──► ended                       before any put, since somebody waits for it
+
+What the system refuses is counted. A fault of this program ends the thread and is raised by `ended`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """What can be copied as one piece, and how. Knows page numbers, addresses and bytes; moves nothing.
 
-device pages  3 4 5 9      in the order of host addresses. Alike on both sides: with one layer, one extent;
-host pages    0 1 2 3      with several layers the host has layer after layer in between.
-              └─┬─┘ │      Behind each other on the host alone: one extent between the host and a staging buffer.
-              └──┬──┘
+    device pages  3 4 5 9      in the order of host addresses
+    host pages    0 1 2 3
+                  └─┬─┘ │      behind each other on both sides: one extent, if there is one layer; with several, every
+                  └──┬──┘      page in every layer is one. Behind each other on the host: one extent of the host
 
-direct   the copy engine moves the extents of both sides                               512 KiB and more, in the mean
-staged   a kernel gathers into a buffer, the copy engine moves the host's stretches    256 KiB and more, likewise
-kernel   a kernel reads and writes pinned host memory                                  the rest
+    direct   the copy engine moves the extents of both sides                             512 KiB and more, in the mean
+    staged   a kernel gathers into a buffer, the copy engine moves the host's extents    256 KiB and more, likewise
+    kernel   a kernel reads and writes pinned host memory                                the rest
+
+Where the host's extents are no larger than those of both sides, a buffer gains nothing: from 256 KiB on that is direct.
 """
 
 from __future__ import annotations
@@ -51,11 +53,8 @@ def choose(devices: Sequence[int], addresses: Sequence[int], num_layers: int, la
     """The method for these pages, by the mean size of an extent. `layer_bytes` is what a page has in one layer."""
     page_bytes = num_layers * layer_bytes
     total = len(addresses) * page_bytes
-    pieces = (
-        len(stretches(addresses, page_bytes, devices)) if num_layers == 1 else len(addresses) * num_layers
-    )
-    if total >= DIRECT_BYTES * pieces:
+    host = len(stretches(addresses, page_bytes))
+    both = len(stretches(addresses, page_bytes, devices)) if num_layers == 1 else len(addresses) * num_layers
+    if total >= DIRECT_BYTES * both or (both == host and total >= STAGED_BYTES * both):
         return Method.DIRECT
-    if total >= STAGED_BYTES * len(stretches(addresses, page_bytes)):
-        return Method.STAGED
-    return Method.KERNEL
+    return Method.STAGED if total >= STAGED_BYTES * host else Method.KERNEL
