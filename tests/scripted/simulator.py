@@ -111,7 +111,7 @@ class World:
     """
 
     def __init__(self, seed: int, settings: Settings | None = None, mode: str | None = None) -> None:
-        self.rng = random.Random(seed)
+        self.rng, self._seed = random.Random(seed), seed
         self.settings = settings or Settings.draw(self.rng)
         self.now = 0.0
         self.expected_errors: frozenset[str] = frozenset()
@@ -130,7 +130,6 @@ class World:
             costs=s.host and CoinCosts(),
         )
         self._ids = 0
-        self._seed = seed
         self._stems = [[self.rng.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
         self._fresh()
 

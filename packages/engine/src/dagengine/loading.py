@@ -55,8 +55,8 @@ class Loading:
             self.end()
         self.owner = owner
         self._claimed = tuple(dict.fromkeys((*self._claimed, *reads)))
-        self._await(owner, reads)
         self._store.load(reads)
+        self._await(owner, reads)
 
     def end(self) -> bool:
         """Claim nothing any more. Returns whether anything was claimed."""
@@ -78,12 +78,13 @@ class Loading:
                 continue
             sequence.prefetch_pages = None
             if reads:
-                self._await(sequence, reads)
                 self._stats.prefetches += self._store.prefetch(reads) > 0
+                self._await(sequence, reads)
 
     def _await(self, owner: Sequence, reads: SequenceOf[Read]) -> None:
+        """Remember what is on its way for `owner`."""
         for read in reads:
-            pages = _host_pages(read, self._store.page_size)
+            pages = [i for i in _host_pages(read, self._store.page_size) if page_tier(read.node, i) is Tier.LOADING]
             if pages:
                 owner.awaited.setdefault(read.node.uid, set()).update(pages)
 

@@ -50,6 +50,8 @@ def serve(
     kv_pages: options.KvPages = None,
     kv_memory_gib: options.KvMemoryGib = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    cpu_kv_gib: options.CpuKvGib = 0.0,
+    eviction: options.Eviction = "lru",
     enforce_eager: options.EnforceEager = False,
     overlap: options.Overlap = None,
     batch_invariant: options.BatchInvariant = False,
