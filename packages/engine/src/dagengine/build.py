@@ -276,7 +276,8 @@ def assemble(
             next_use=upcoming,
         )
     except Exception as error:
-        raise as_dag_error(error, "eviction") from None
+        found = as_dag_error(error)
+        raise DagError(found.code, found.message, "eviction") from None
     log.info(
         "model %s, %s on %s, %d KV pages of %d tokens, at most %d positions, %d threads",
         geometry.architecture, dtype, device, pages, config.page_size, max_model_len, torch.get_num_threads(),

@@ -54,8 +54,8 @@ class EngineConfig:
         kv_memory_gib: size of the pool.
         gpu_memory_utilization: fraction of the card's memory, in (0, 1], that weights, pool and activations may
             take together with whatever else is on the card. Only on a GPU.
-        cpu_kv_gib: host memory for pages that leave the device, and come back from there, pinned if that is a GPU. With 0
-            there is none, and they are computed again.
+        cpu_kv_gib: host memory for pages that leave the device, and come back from there; pinned if that is a GPU. With
+            0 there is none, and they are computed again.
         eviction: which states leave the device first: `lru`, `next_use` (those that requests will read last), or a
             registered policy.
         enforce_eager: launch every kernel by itself; never capture and replay CUDA graphs. Nothing to choose on a CPU.

@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dagengine_kvstore import NodeRecord
 from dagengine_kvstore.residency import page_tier
 from dagengine_kvstore.tiers import Tier
 from dagengine_positions import ModelGeometry
 
-KEPT = 0.9
+KEPT = 0.97
 PRIOR_WEIGHT = 0.02
-MOST_SURPRISE = 8.0
+SURPRISE = 8.0
 
 
 class StepCosts(Protocol):
@@ -71,30 +72,41 @@ class Priors:
 
 
 class Fit:
-    """Coefficients >= 0 of a linear cost; old measurements fade, the prior stays and counts little.
+    """Coefficients >= 0 of a linear cost; old measurements fade.
+
+    A measurement far from what is expected, such as a first step that compiles kernels, is not believed: it moves the
+    expectation towards it by a factor of `SURPRISE`, and what was measured before is forgotten.
 
     Args:
-        prior: positive coefficients.
+        prior: positive coefficients; they stay, and count little.
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
-        rows = np.diag(1 / np.asarray(prior, np.float64))
-        self._prior = PRIOR_WEIGHT * rows * rows, PRIOR_WEIGHT * rows.sum(axis=1)
-        self._seen = np.zeros_like(rows), np.zeros(len(rows))
         self.coefficients = np.asarray(prior, np.float64)
+        self._begin(self.coefficients)
 
     def __call__(self, *amounts: float) -> float:
         """Seconds."""
         return float(self.coefficients @ np.asarray(amounts, np.float64))
 
     def observe(self, amounts: Sequence[float], seconds: float) -> None:
-        """Take a measurement in. One that surprises, such as a first step that compiles kernels, counts in part."""
-        expected = self(*amounts)
-        seconds = min(max(seconds, expected / MOST_SURPRISE), expected * MOST_SURPRISE)
-        row = np.asarray(amounts, np.float64) / seconds
-        matrix, target = self._seen
-        self._seen = KEPT * matrix + np.outer(row, row), KEPT * target + row
-        self.coefficients = _non_negative(self._seen[0] + self._prior[0], self._seen[1] + self._prior[1])
+        """Take a measurement in."""
+        row, expected = np.asarray(amounts, np.float64), self(*amounts)
+        believed = min(max(seconds, expected / SURPRISE), expected * SURPRISE)
+        if believed != seconds:
+            self._begin(self._prior * (believed / (self._prior @ row)))
+            return
+        self._matrix = KEPT * self._matrix + np.outer(row, row) / seconds**2
+        self._target = KEPT * self._target + row / seconds
+        prior = np.diag(1 / self._prior)
+        self.coefficients = _non_negative(
+            self._matrix + PRIOR_WEIGHT * prior**2, self._target + PRIOR_WEIGHT * prior.sum(axis=1)
+        )
+
+    def _begin(self, prior: NDArray[np.float64]) -> None:
+        self.coefficients = self._prior = prior
+        self._matrix = np.zeros((len(prior), len(prior)))
+        self._target = np.zeros(len(prior))
 
 
 class MeasuredCosts:
@@ -140,7 +152,7 @@ class MeasuredCosts:
         return seconds + (self._load(1, on_host) if on_host else 0.0)
 
 
-def _non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+def _non_negative(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
     """Least squares under x >= 0: what comes out negative is left out, the most negative first."""
     used = np.ones(len(target), bool)
     while True:

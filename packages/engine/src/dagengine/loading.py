@@ -49,14 +49,18 @@ class Loading:
         computed = [node for node in missing.nodes if node not in loaded]
         return [read for read in reads if loaded and read.node not in computed], computed
 
-    def load(self, owner: Sequence, reads: SequenceOf[Read]) -> None:
-        """Start to load, or go on: to be asked again in each step until all of it is leased. Raises OutOfPages."""
+    def load(self, owner: Sequence, reads: SequenceOf[Read]) -> int:
+        """Start to load, or go on: to be asked again in each step until all of it is leased.
+
+        Returns: pages on their way. Raises OutOfPages.
+        """
         if self.owner is not owner:
             self.end()
         self.owner = owner
         self._claimed = tuple(dict.fromkeys((*self._claimed, *reads)))
-        self._store.load(reads)
+        on_way = self._store.load(reads)
         self._await(owner, reads)
+        return on_way
 
     def end(self) -> bool:
         """Claim nothing any more. Returns whether anything was claimed."""
@@ -84,7 +88,9 @@ class Loading:
     def _await(self, owner: Sequence, reads: SequenceOf[Read]) -> None:
         """Remember what is on its way for `owner`."""
         for read in reads:
-            pages = [i for i in _host_pages(read, self._store.page_size) if page_tier(read.node, i) is Tier.LOADING]
+            pages = [
+                i for i in _host_pages(read, self._store.page_size) if page_tier(read.node, i) is Tier.LOADING
+            ]
             if pages:
                 owner.awaited.setdefault(read.node.uid, set()).update(pages)
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from itertools import chain, count
 
-from dagengine_kvstore import KVStore, NotResident, OutOfPages, Read, RestoreWriter, Writer
+from dagengine_kvstore import KVStore, Lease, NotResident, OutOfPages, Read, RestoreWriter, Writer
 
 from .config import EngineConfig
 from .errors import DagError
@@ -219,10 +219,8 @@ class Scheduler:
             sequence.prepare_began = time.perf_counter()
         if self._loading.owner not in (None, sequence):
             self._loading.end()
-        try:
-            lease = self._store.lease(sequence.reads)
-        except NotResident as missing:
-            self._bring_back(sequence, missing)
+        lease = self._lease(sequence)
+        if lease is None:
             return None
         sequence.lease = lease
         tokens = sequence.tokens
@@ -248,6 +246,18 @@ class Scheduler:
         if size:
             self._chunks[sequence.id] = (sequence, size)
         return size
+
+    def _lease(self, sequence: Sequence) -> Lease | None:
+        """A lease on what a waiting sequence reads; None if that has to be brought back first."""
+        try:
+            return self._store.lease(sequence.reads)
+        except NotResident as missing:
+            if not self._bring_back(sequence, missing):
+                return None
+        try:
+            return self._store.lease(sequence.reads)
+        except NotResident:
+            return None
 
     def _reserve_waiting(self, sequence: Sequence) -> bool:
         try:
@@ -321,35 +331,39 @@ class Scheduler:
         self._let_go(work)
         self.add(work)
 
-    def _bring_back(self, owner: Sequence, missing: NotResident) -> None:
-        """Load what the host has of what a waiting sequence reads; once that is there, restore the rest."""
+    def _bring_back(self, owner: Sequence, missing: NotResident) -> bool:
+        """Load what the host has of what a waiting sequence reads; once that is there, restore the rest.
+
+        Returns: whether what was to be loaded turned out to be there still.
+        """
         if self._restoring is not None and self._restoring.owner is not owner:
             self._end_restoring()
         reads, _ = self._loading.divide(owner, owner.reads, missing)
         if reads and self._restoring is None:
-            self._load(owner, owner.reads, reads)
-        else:
-            self._restore_for(owner)
+            return self._load(owner, owner.reads, reads)
+        self._restore_for(owner)
+        return False
 
-    def _load(self, owner: Sequence, kept: SequenceOf[Read], reads: SequenceOf[Read]) -> None:
-        """Start to load `reads`, or go on, beside `kept`: as `_start_restore`, but it waits for work before it."""
+    def _load(self, owner: Sequence, kept: SequenceOf[Read], reads: SequenceOf[Read]) -> bool:
+        """Start to load `reads`, or go on, beside `kept`: as `_start_restore`, but it waits for work before it.
+
+        Returns: whether all of it is there.
+        """
         while True:
             try:
-                self._loading.load(owner, reads)
+                return not self._loading.load(owner, reads)
             except OutOfPages as short:
                 if self._comes_by_itself(short, kept):
-                    return
+                    return False
                 later = [w for w in self.running if w.order > owner.order]
                 if self.running and not later:
-                    return
+                    return False
                 self._settle()
                 if later:
                     self._preempt(later[-1])
                 elif self._restoring is None or not self._restoring.spare(None):
                     self._give_up(owner)
-                    return
-            else:
-                return
+                    return False
 
     def _give_up(self, owner: Sequence) -> None:
         """Nothing runs, and there are no pages to bring back what `owner` reads."""

@@ -256,7 +256,11 @@ class _Snapshots(Collector):
             ("non_finite_logits", "Answers that ended for want of finite logits.", now.non_finite),
             ("state_evictions", "Nodes whose pages left the device.", now.evictions),
             ("host_evictions", "Nodes whose pages left the host.", now.host_evictions),
-            ("reloaded_tokens", "Tokens read that came from the host for their readers.", now.reloaded_tokens),
+            (
+                "reloaded_tokens",
+                "Tokens read that came from the host for their readers.",
+                now.reloaded_tokens,
+            ),
             ("state_offloads", "States that left the device since somebody asked for it.", now.offloads),
             ("prefetches", "Loads for sequences that waited.", now.prefetches),
         )

@@ -195,9 +195,7 @@ GpuMemoryUtilization = Annotated[
 CpuKvGib = Annotated[
     float, typer.Option(help="host memory for KV pages that leave the device; 0: they are computed again")
 ]
-Eviction = Annotated[
-    str, typer.Option(help="which states leave the device first", metavar="{lru,next_use}")
-]
+Eviction = Annotated[str, typer.Option(help="which states leave the device first", metavar="{lru,next_use}")]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="never capture CUDA graphs")]
 Overlap = Annotated[
     bool | None,
