@@ -1,4 +1,4 @@
-"""A host tier of lists under a real engine: its arena's pages as cells that a FakeTransfer copies, and costs by coin."""
+"""A host tier of lists under a real engine: its pages as cells that a FakeTransfer copies, and costs by coin."""
 
 from __future__ import annotations
 

@@ -75,7 +75,9 @@ def test_what_is_cheaper_is_chosen_in_nine_of_ten_cases() -> None:
         machine.teach(costs, 30)
         for _ in range(20):
             visible, length = machine.rng.randrange(3000), machine.rng.randint(1, 3000)
-            source = SimpleNamespace(uid=1, length=visible, pages=[0] * -(-visible // PAGE), copies=[], reads=[])
+            source = SimpleNamespace(
+                uid=1, length=visible, pages=[0] * -(-visible // PAGE), copies=[], reads=[]
+            )
             pages = -(-length // PAGE)
             reads = [SimpleNamespace(node=source, start=0, stop=visible)]
             node: Any = SimpleNamespace(uid=2, length=length, pages=[0] * pages, copies=[], reads=reads)
