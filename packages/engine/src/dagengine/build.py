@@ -21,7 +21,10 @@ from typing import Any
 import torch
 
 from dagengine_kernels import get_backend
-from dagengine_kvstore import KVStore, Transfer
+from dagengine_kvstore import KVStore, KVStoreError, Transfer
+from dagengine_kvstore.directory import PageDirectory
+from dagengine_kvstore.persistent import PersistentTransfer
+from dagengine_kvstore.recall import Recalls
 from dagengine_kvstore.torch_arena import TorchArena
 from dagengine_kvstore.torch_transfer import TorchTransfer
 from dagengine_positions import (
@@ -32,7 +35,7 @@ from dagengine_positions import (
     position_policies,
 )
 
-from .config import POOL_SIZES, EngineConfig
+from .config import DEFAULT_KV_DIRECTORY_GIB, POOL_SIZES, EngineConfig
 from .core import EngineCore, Observer
 from .costs import MeasuredCosts, Priors, StepCosts
 from .cuda_runner import make_runner
@@ -261,8 +264,11 @@ def assemble(
         measured = MeasuredCosts(
             config.page_size, config.max_num_batched_tokens, Priors.of(geometry, size, device.type)
         )
-        made, closing = (transfer(arena), ()) if transfer else _host_transfer(arena, num_host, device)
-        tier = HostTier(made, costs or measured, size, clock, closing)
+        tier = HostTier(
+            transfer(arena) if transfer else _host_transfer(arena, num_host, device), costs or measured, size, clock
+        )
+        if config.kv_directory is not None:
+            tier.transfer = _persistent(tier.transfer, arena, config)
     try:
         # KV that was computed at other positions gives the same attention in other bits.
         store = KVStore(
@@ -278,6 +284,8 @@ def assemble(
     except Exception as error:
         found = as_dag_error(error)
         raise DagError(found.code, found.message, "eviction") from None
+    if tier is not None and isinstance(tier.transfer, PersistentTransfer):
+        tier.recalls = Recalls(store, tier.transfer)
     log.info(
         "model %s, %s on %s, %d KV pages of %d tokens, at most %d positions, %d threads",
         geometry.architecture, dtype, device, pages, config.page_size, max_model_len, torch.get_num_threads(),
@@ -319,10 +327,8 @@ def assemble(
     return core
 
 
-def _host_transfer(
-    arena: TorchArena, num_pages: int, device: torch.device
-) -> tuple[Transfer, tuple[Callable[[], None], ...]]:
-    """The transfer of `cpu_kv_gib`, its memory pinned if the device is a GPU; and what closes it. Raises DagError."""
+def _host_transfer(arena: TorchArena, num_pages: int, device: torch.device) -> TorchTransfer:
+    """The transfer of `cpu_kv_gib`, its memory pinned if the device is a GPU. Raises DagError."""
     begin = time.perf_counter()
     try:
         transfer = TorchTransfer(arena, num_pages)
@@ -339,7 +345,26 @@ def _host_transfer(
         "host tier of %d pages, %s, ready after %.1f s",
         num_pages, gib_of(num_pages * arena.page_bytes), time.perf_counter() - begin,
     )  # fmt: skip
-    return transfer, (transfer.close,)
+    return transfer
+
+
+def _persistent(inner: Transfer, arena: TorchArena, config: EngineConfig) -> PersistentTransfer:
+    """The transfer that also keeps pages in `kv_directory`. Raises DagError."""
+    assert config.kv_directory is not None and isinstance(inner, TorchTransfer)
+    num_bytes = int((config.kv_directory_gib or DEFAULT_KV_DIRECTORY_GIB) * 2**30)
+    layout = {"order": "layer, K and V, head, row", "page_size": str(config.page_size)}
+    try:
+        directory = PageDirectory(config.kv_directory, arena.page_bytes, num_bytes, layout=layout)
+    except OSError as error:
+        raise DagError("invalid_request", f"it cannot be used: {error}", "kv_directory") from None
+    except KVStoreError as error:
+        raise DagError("invalid_request", error.message, "kv_directory_gib") from None
+    try:
+        transfer = PersistentTransfer(inner, inner.host, directory)
+    except KVStoreError as error:
+        raise DagError("invalid_request", f"for a kv_directory: {error.message}", "cpu_kv_gib") from None
+    log.info("%d pages are kept in %s", directory.num_pages, config.kv_directory)
+    return transfer
 
 
 def signature(

@@ -101,6 +101,7 @@ class EngineCore:
             self._work_ids,
             self._stats,
             two_tiers=host_tier is not None,
+            recalls=host_tier and host_tier.recalls,
             fail=self._fail_sequence,
             forget=self._forget,
         )
@@ -406,6 +407,8 @@ class EngineCore:
         self.store.pump()
         if self.host_tier is not None:
             self._stats.offloads += self.host_tier.watch(self.store.events)
+            if self.host_tier.recalls is not None:
+                self._scheduler.take_recalled(self.host_tier.recalls.finish())
 
     def close(self) -> None:
         """Wait for transfers and give the host's memory up. Nothing may be called afterwards but to look."""

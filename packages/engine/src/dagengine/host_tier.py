@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from dagengine_kvstore import Transfer
 from dagengine_kvstore.events import EventLog
+from dagengine_kvstore.persistent import PersistentTransfer
+from dagengine_kvstore.recall import Recalls
 
 from .costs import StepCosts
 from .runner import Chunk
@@ -28,14 +30,14 @@ class HostTier:
         transfer: what the store was given.
         page_bytes: of one page over all layers.
         clock: seconds that only grow: the store's.
-        closing: what to close, in order.
+        recalls: brings pages back that outlived an engine; None: nothing does.
     """
 
     transfer: Transfer
     costs: StepCosts
     page_bytes: int
     clock: Callable[[], float]
-    closing: tuple[Callable[[], None], ...] = ()
+    recalls: Recalls | None = None
     _steps: deque[tuple[int, int, float]] = field(default_factory=deque)
     _last_step: float = 0.0
     _loads: dict[int, float] = field(default_factory=dict)
@@ -85,9 +87,13 @@ class HostTier:
         return sum(event.kind == "offloaded" for event in found)
 
     def close(self) -> None:
-        """Wait for what is under way. Failures are logged: nothing depends on it any more."""
-        for close in self.closing:
+        """Wait for what is under way, and write what is to be kept. Failures are logged: nothing depends on it."""
+        transfer = self.transfer
+        inner = transfer.inner if isinstance(transfer, PersistentTransfer) else transfer
+        for part in dict.fromkeys((transfer, inner)):
+            close = getattr(part, "close", None)
             try:
-                close()
+                if close is not None:
+                    close()
             except Exception:
                 log.exception("the host tier could not be closed")

@@ -35,6 +35,8 @@ from itertools import chain, count
 
 from dagengine_kvstore import KVStore, Lease, NotResident, OutOfPages, Read, RestoreWriter, Writer
 
+from dagengine_kvstore.recall import Finished, Recalls
+
 from .config import EngineConfig
 from .errors import DagError
 from .loading import Loading
@@ -59,6 +61,7 @@ class Scheduler:
         fail: called with a sequence that can never run and the reason.
         forget: called with work that lost its pages or its lease, so that others drop what they cached of it.
         two_tiers: whether the store has a host tier.
+        recalls: brings pages of inputs that outlived an engine; they are looked for once, before an input is computed.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Scheduler:
         stats: EngineStats,
         *,
         two_tiers: bool,
+        recalls: Recalls | None,
         fail: Callable[[Sequence, DagError], None],
         forget: Callable[[Work], None],
     ) -> None:
@@ -80,7 +84,7 @@ class Scheduler:
         self.num_restores = 0
         self._restoring: Restoring | None = None
         self._loading = Loading(store, stats)
-        self._two_tiers = two_tiers
+        self._two_tiers, self._recalls = two_tiers, recalls
         self._chunks: dict[int, tuple[Work, int]] = {}
         self._decoding: list[int] = []
         self._in_flight = False
@@ -219,24 +223,24 @@ class Scheduler:
             sequence.prepare_began = time.perf_counter()
         if self._loading.owner not in (None, sequence):
             self._loading.end()
-        lease = self._lease(sequence)
-        if lease is None:
+        if sequence.recall:
             return None
-        sequence.lease = lease
-        tokens = sequence.tokens
-        if sequence.wants_logits:
-            matched = sequence.writer.match(tokens[:-1], whole=False)  # type: ignore[union-attr]
-        else:
-            matched = sequence.writer.match(tokens, whole=True)  # type: ignore[union-attr]
-        sequence.computed = matched
-        if self._restoring is not None and self._restoring.owner is sequence:
-            self._end_restoring()
-        self._loading.end()
+        if sequence.lease is None:
+            sequence.lease = self._lease(sequence)
+            if sequence.lease is None:
+                return None
+            self._match(sequence)
+            if self._restoring is not None and self._restoring.owner is sequence:
+                self._end_restoring()
+            self._loading.end()
+            if self._start_recall(sequence):
+                return None
+        lease = sequence.lease
         if not self._reserve_waiting(sequence):
             return None
         sequence.context = context_extents(sequence.reads, lease)
         if sequence.matched is None:
-            sequence.matched = min(matched, sequence.num_input)
+            sequence.matched = min(sequence.computed, sequence.num_input)
         self.waiting.remove(sequence)
         sequence.phase = Phase.RUNNING
         insort(self.running, sequence, key=lambda w: w.order)
@@ -246,6 +250,48 @@ class Scheduler:
         if size:
             self._chunks[sequence.id] = (sequence, size)
         return size
+
+    def _match(self, sequence: Sequence) -> None:
+        """Take over what equal work left of the tokens to be computed."""
+        tokens = sequence.tokens
+        if sequence.wants_logits:
+            sequence.computed = sequence.writer.match(tokens[:-1], whole=False)  # type: ignore[union-attr]
+        else:
+            sequence.computed = sequence.writer.match(tokens, whole=True)  # type: ignore[union-attr]
+
+    def _start_recall(self, sequence: Sequence) -> bool:
+        """Whether pages of a waiting sequence's input come from a directory; it keeps its lease until they did."""
+        if self._recalls is None or sequence.recall is not None:
+            return False
+        wanted = sequence.tokens[sequence.computed : len(sequence.tokens) - sequence.wants_logits]
+        try:
+            sequence.recall = bool(wanted) and self._recalls.start(sequence.writer, wanted) > 0
+        except OutOfPages:
+            sequence.recall = False
+        return sequence.recall
+
+    def take_recalled(self, finished: SequenceOf[Finished]) -> None:
+        """Recalls have ended; what did not come is computed."""
+        writers = {id(recall.writer): recall.num_tokens for recall in finished}
+        for sequence in self.waiting:
+            if sequence.recall and id(sequence.writer) in writers:
+                sequence.recall, sequence.recalled = False, writers[id(sequence.writer)]
+                sequence.computed = sequence.writer.num_tokens
+
+    def _end_recalls(self) -> bool:
+        """Somebody needs the pages more: what was to come is computed. Returns whether there was anything."""
+        ended = [sequence for sequence in self.waiting if sequence.recall or sequence.lease is not None]
+        for sequence in ended:
+            sequence.recall = False
+            sequence.writer.rollback()  # type: ignore[union-attr]
+            sequence.restart()
+            self._let_go(sequence)
+        return bool(ended)
+
+    @property
+    def _brings(self) -> bool:
+        """Whether copies under way may still make pages available."""
+        return self._store.num_in_flight > 0 or (self._recalls is not None and self._recalls.num_open > 0)
 
     def _lease(self, sequence: Sequence) -> Lease | None:
         """A lease on what a waiting sequence reads; None if that has to be brought back first."""
@@ -272,7 +318,7 @@ class Scheduler:
             self._settle()
             if self._restoring is not None:
                 self._end_restoring()
-            elif not self.running and not self._store.num_in_flight:
+            elif not self.running and not self._end_recalls() and not self._brings:
                 self._fail(sequence, _never_fits(sequence))
             return False
         return True
@@ -283,7 +329,7 @@ class Scheduler:
             try:
                 self._take(work.writer, size)
             except OutOfPages as short:
-                if self._loading.end():
+                if self._loading.end() or self._end_recalls():
                     continue
                 if self._comes_by_itself(short, work.writer.node.reads):
                     return False
@@ -291,7 +337,7 @@ class Scheduler:
                 victims = [w for w in self.running if w.order > work.order or w is work]
                 victim = victims[-1] if victims else work
                 if victim is work and len(self.running) == 1 and self._restoring is None:
-                    if self._store.num_in_flight:
+                    if self._brings:
                         return False
                     assert isinstance(work, Sequence)
                     self._fail(work, _never_fits(work))
@@ -367,7 +413,7 @@ class Scheduler:
 
     def _give_up(self, owner: Sequence) -> None:
         """Nothing runs, and there are no pages to bring back what `owner` reads."""
-        if not self._store.num_in_flight:
+        if not self._end_recalls() and not self._brings:
             self._end_restoring()
             self._loading.end()
             self._fail(owner, _never_fits(owner))

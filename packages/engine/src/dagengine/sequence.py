@@ -36,6 +36,8 @@ class Sequence(Work):
         after: another answer of the same request whose prefill this one waits for, to share its pages.
         reload: by node, whether what the host has of it is loaded for this answer, or computed again.
         awaited: by node, page indices that came from the host, or were to come, before this answer ran.
+        recall: whether pages of its input are on their way from a directory; None: it was not looked there yet.
+        recalled: tokens that came from there.
         prefetch_pages: unused pages without which prefetching is not tried; None: it is not tried any more.
     """
 
@@ -57,6 +59,8 @@ class Sequence(Work):
     reload: dict[int, bool] = field(default_factory=dict)
     awaited: dict[int, set[int]] = field(default_factory=dict)
     prefetch_pages: int | None = 0
+    recall: bool | None = None
+    recalled: int = 0
     emitted: int = 0
     num_returned: int = 0
     finish_reason: str | None = None
@@ -205,9 +209,9 @@ class Sequence(Work):
         return spans
 
     def num_reloaded(self) -> int:
-        """Tokens of its reads in pages that came from the host for it."""
+        """Tokens of its reads, in pages that came from the host for it, and of its input, from a directory."""
         size = self.writer.page_size
-        return sum(
+        return min(self.recalled, self.matched or 0) + sum(
             max(0, min(read.stop, (i + 1) * size) - max(read.start, i * size))
             for read in self.reads
             for i in self.awaited.get(read.node.uid, ())
