@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dagengine_kvstore import KVStore, KVStoreError, NodeRecord, Parent, Read
+from dagengine_kvstore import Completion, Copy, KVStore, KVStoreError, NodeRecord, Parent, Read, Tier
 
 SIGNATURE = {"weights": "w1", "dtype": "float32"}
 
@@ -65,3 +65,76 @@ def assert_all_pages_back(store: KVStore) -> None:
     store.check()
     stats = store.stats()
     assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+class ByHand:
+    """A transfer whose copies end when and how the test says."""
+
+    name = "by_hand"
+
+    def __init__(self, num_host_pages: int = 16) -> None:
+        self.num_host_pages = num_host_pages
+        self.copies: list[Copy] = []
+        self.reports: list[Completion] = []
+        self.confirms: set[int] = set()
+        self.refuses = False
+
+    def submit(self, copy: Copy) -> int:
+        if self.refuses:
+            raise RuntimeError("no")
+        self.copies.append(copy)
+        return len(self.copies)
+
+    def poll(self) -> Sequence[Completion]:
+        reports, self.reports = self.reports, []
+        return reports
+
+    def abort(self, ticket: int) -> bool:
+        return ticket in self.confirms
+
+    def end(self, *tickets: int, error: str | None = None) -> None:
+        """Report these tickets at the next poll."""
+        self.reports += [Completion(ticket, error) for ticket in tickets]
+
+
+def setup(num_pages: int = 8, num_host_pages: int = 16, **options: object) -> tuple[KVStore, ByHand]:
+    transfer = ByHand(num_host_pages)
+    return make_store(num_pages, transfer=transfer, **options), transfer
+
+
+def offload(store: KVStore, transfer: ByHand, *nodes: NodeRecord) -> None:
+    for node in nodes:
+        store.offload(node)
+    transfer.end(*range(1, len(transfer.copies) + 1))
+    store.pump()
+    store.check()
+    assert all(store.tier(node) is Tier.HOST for node in nodes)
+
+
+def read(node: NodeRecord) -> Read:
+    return Read(node, 0, node.length)
+
+
+def balanced(store: KVStore) -> None:
+    store.check()
+    s = store.stats()
+    device = s.pages_free + s.pages_cached + s.pages_live + s.pages_waiting + s.pages_moving
+    assert device == s.pages_total and s.host_free + s.host_live + s.host_moving == s.host_total
+
+
+def use_all_pages(store: KVStore) -> None:
+    """What was only cached is gone afterwards."""
+    writer = store.begin([], [], 0, signature={})
+    writer.reserve(store.num_unused * store.page_size, evict=False)
+    writer.abort()
+
+
+class Costs:
+    def __init__(self, recompute: int, reload: int) -> None:
+        self._recompute, self._reload = recompute, reload
+
+    def recompute(self, node: NodeRecord) -> int:
+        return self._recompute * node.length
+
+    def reload(self, num_pages: int) -> int:
+        return self._reload * num_pages

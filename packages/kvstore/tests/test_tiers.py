@@ -6,11 +6,23 @@ from collections.abc import Callable, Sequence
 from itertools import permutations
 
 import pytest
-from kvstore_helpers import SIGNATURE, Clock, assert_all_pages_back, child, make_store, refused, write
+from kvstore_helpers import (
+    SIGNATURE,
+    Clock,
+    Costs,
+    assert_all_pages_back,
+    balanced,
+    child,
+    make_store,
+    offload,
+    read,
+    refused,
+    setup,
+    use_all_pages,
+    write,
+)
 
 from dagengine_kvstore import (
-    Completion,
-    Copy,
     KVStore,
     KVStoreError,
     NextUse,
@@ -19,66 +31,12 @@ from dagengine_kvstore import (
     OutOfHostPages,
     OutOfPages,
     Parent,
+    PinBudgetExceeded,
     Read,
     Tier,
 )
 from dagengine_kvstore.pages import PageState
 from dagengine_kvstore.residency import PageCopy
-
-
-class ByHand:
-    """A transfer whose copies end when and how the test says."""
-
-    name = "by_hand"
-
-    def __init__(self, num_host_pages: int = 16) -> None:
-        self.num_host_pages = num_host_pages
-        self.copies: list[Copy] = []
-        self.reports: list[Completion] = []
-        self.confirms: set[int] = set()
-        self.refuses = False
-
-    def submit(self, copy: Copy) -> int:
-        if self.refuses:
-            raise RuntimeError("no")
-        self.copies.append(copy)
-        return len(self.copies)
-
-    def poll(self) -> Sequence[Completion]:
-        reports, self.reports = self.reports, []
-        return reports
-
-    def abort(self, ticket: int) -> bool:
-        return ticket in self.confirms
-
-    def end(self, *tickets: int, error: str | None = None) -> None:
-        """Report these tickets at the next poll."""
-        self.reports += [Completion(ticket, error) for ticket in tickets]
-
-
-def setup(num_pages: int = 8, num_host_pages: int = 16, **options: object) -> tuple[KVStore, ByHand]:
-    transfer = ByHand(num_host_pages)
-    return make_store(num_pages, transfer=transfer, **options), transfer
-
-
-def offload(store: KVStore, transfer: ByHand, *nodes: NodeRecord) -> None:
-    for node in nodes:
-        store.offload(node)
-    transfer.end(*range(1, len(transfer.copies) + 1))
-    store.pump()
-    store.check()
-    assert all(store.tier(node) is Tier.HOST for node in nodes)
-
-
-def read(node: NodeRecord) -> Read:
-    return Read(node, 0, node.length)
-
-
-def balanced(store: KVStore) -> None:
-    store.check()
-    s = store.stats()
-    device = s.pages_free + s.pages_cached + s.pages_live + s.pages_waiting + s.pages_moving
-    assert device == s.pages_total and s.host_free + s.host_live + s.host_moving == s.host_total
 
 
 def test_a_state_goes_to_the_host_and_back_and_stays_what_it_is() -> None:
@@ -126,7 +84,7 @@ def test_a_state_goes_to_the_host_and_back_and_stays_what_it_is() -> None:
 
 def test_a_page_goes_only_the_ways_that_there_are() -> None:
     copy = PageCopy(0, 0, 1, 0, None)
-    with refused("illegal_transition"):
+    with refused("illegal_transition", "tier"):
         copy.to(Tier.LOADING)
     assert copy.tier is Tier.DEVICE
     for tier in (Tier.STORING, Tier.HOST, Tier.LOADING, Tier.DEVICE, Tier.HOST, Tier.NOWHERE):
@@ -249,13 +207,6 @@ def test_nothing_is_stored_that_is_still_being_loaded() -> None:
     balanced(store)
 
 
-def use_all_pages(store: KVStore) -> None:
-    """What was only cached is gone afterwards."""
-    writer = store.begin([], [], 0, signature={})
-    writer.reserve(store.num_unused * store.page_size, evict=False)
-    writer.abort()
-
-
 def test_equal_nodes_are_stored_once_and_loaded_once() -> None:
     """LMCache: the same page under two names is counted and copied once, and freed once."""
     store, transfer = setup()
@@ -334,6 +285,8 @@ def test_a_page_is_on_the_device_again_without_a_copy_if_it_is_still_there() -> 
     offload(store, transfer, node)
     assert store.load(node) == 0
     assert node.pages == pages and store.tier(node) == "device" and len(transfer.copies) == 1
+    last = store.events.since(store.events.next_seq - 1)[0]
+    assert (last.kind, last.node, last.pages, last.tier) == ("returned", node.uid, 2, "device")
     balanced(store)
 
 
@@ -424,6 +377,40 @@ def test_a_reader_who_never_comes_keeps_nobody_out() -> None:
         store.unhold(node)
     assert_all_pages_back(store)
     assert store.stats().host_free == 16
+
+
+def test_two_readers_who_have_half_of_it_each_do_not_wait_for_each_other_for_ever() -> None:
+    """vllm#45388: two half-loaded requests in a pool that takes one of them."""
+    store, transfer = setup(num_pages=4, patience=3)
+    halves = [write(store, [token] * 8) for token in range(2)]
+    offload(store, transfer, *halves)
+    others = [write(store, [token] * 8) for token in range(2, 4)]
+    offload(store, transfer, *others)
+    first, second = ([read(a), read(b)] for a, b in zip(halves, others, strict=True))
+    use_all_pages(store)
+    for reads in (first, second):
+        store.load(reads[:1])
+        transfer.end(len(transfer.copies))
+        store.pump()
+    done: list[Sequence[Read]] = []
+    for _ in range(8):
+        for reads in (first, second):
+            if reads not in done and try_load(store, reads):
+                transfer.end(len(transfer.copies))
+                store.pump()
+                store.lease(reads).release()
+                done.append(reads)
+        store.pump()
+    assert len(done) == 2
+    balanced(store)
+
+
+def try_load(store: KVStore, reads: Sequence[Read]) -> bool:
+    try:
+        store.load(reads)
+    except OutOfPages:
+        return False
+    return True
 
 
 def cancel(store: KVStore, node: NodeRecord) -> None:
@@ -537,6 +524,33 @@ def test_preemption_under_a_transfer_gives_its_pages_to_nobody() -> None:
     assert_all_pages_back(store)
 
 
+@pytest.mark.parametrize("kind", ["store", "load"])
+def test_two_transfers_never_touch_one_page_of_either_tier(kind: str) -> None:
+    """TRT-LLM#9056: who let go of what is moving does not make its pages anybody else's."""
+    store, transfer = setup(num_pages=8, num_host_pages=4)
+    first, second = write(store, [1] * 8), write(store, [2] * 8)
+    if kind == "load":
+        offload(store, transfer, first)
+        use_all_pages(store)
+        store.load(first)
+    else:
+        store.offload(first)
+    under_way = transfer.copies[-1]
+    store.unhold(first)
+    store.offload(second)
+    third = write(store, [3] * 8)
+    with pytest.raises(OutOfHostPages):
+        store.offload(third)
+    assert not {host for _, host in under_way.pages} & {host for _, host in transfer.copies[-1].pages}
+    assert not {page for page, _ in under_way.pages} & {*second.pages, *third.pages}
+    balanced(store)
+    transfer.end(len(transfer.copies) - 1)
+    store.pump()
+    store.offload(third)
+    assert {host for _, host in transfer.copies[-1].pages} == {host for _, host in under_way.pages}
+    balanced(store)
+
+
 def test_late_duplicate_and_unknown_completions_are_counted_and_change_nothing() -> None:
     store, transfer = setup()
     node = write(store, list(range(6)))
@@ -644,17 +658,6 @@ def test_under_pressure_one_round_of_stores_is_started_and_what_it_brings_is_wai
     writer.reserve(8)
     assert [store.tier(node) for node in nodes] == ["host", "device", "device"]
     balanced(store)
-
-
-class Costs:
-    def __init__(self, recompute: int, reload: int) -> None:
-        self._recompute, self._reload = recompute, reload
-
-    def recompute(self, node: NodeRecord) -> int:
-        return self._recompute * node.length
-
-    def reload(self, num_pages: int) -> int:
-        return self._reload * num_pages
 
 
 @pytest.mark.parametrize("recompute, reload, stored", [(10, 39, True), (10, 40, False), (10, 41, False)])
@@ -806,6 +809,15 @@ def test_another_tenants_equal_state_has_a_copy_of_its_own() -> None:
     assert not {host for _, host in first.pages} & {host for _, host in second.pages}
     store.evict_host(mine)
     assert store.tier(theirs) == "host"
+
+
+@pytest.mark.parametrize("field", ["pin_budget", "pin_budget_per_salt"])
+def test_one_budget_for_pins_is_enough_to_refuse(field: str) -> None:
+    store = make_store(**{field: 1})
+    with pytest.raises(PinBudgetExceeded) as caught:
+        store.name(write(store, [1] * 8), pin=True)
+    assert (caught.value.field, caught.value.used, caught.value.budget) == (field, 2, 1)
+    store.name(write(store, [2] * 4), pin=True)
 
 
 def test_pins_have_a_budget_for_all_and_for_each_tenant() -> None:

@@ -264,11 +264,17 @@ def assemble(
         measured = MeasuredCosts(
             config.page_size, config.max_num_batched_tokens, Priors.of(geometry, size, device.type)
         )
-        tier = HostTier(
-            transfer(arena) if transfer else _host_transfer(arena, num_host, device), costs or measured, size, clock
-        )
-        if config.kv_directory is not None:
-            tier.transfer = _persistent(tier.transfer, arena, config)
+        made: Transfer
+        closing: tuple[Callable[[], None], ...] = ()
+        if transfer is not None:
+            made = transfer(arena)
+        else:
+            made = inner = _host_transfer(arena, num_host, device)
+            closing = (inner.close,)
+            if config.kv_directory is not None:
+                made = persistent = _persistent(inner, arena, config)
+                closing = persistent.close, inner.close
+        tier = HostTier(made, costs or measured, size, clock, closing)
     try:
         # KV that was computed at other positions gives the same attention in other bits.
         store = KVStore(
@@ -348,9 +354,9 @@ def _host_transfer(arena: TorchArena, num_pages: int, device: torch.device) -> T
     return transfer
 
 
-def _persistent(inner: Transfer, arena: TorchArena, config: EngineConfig) -> PersistentTransfer:
+def _persistent(inner: TorchTransfer, arena: TorchArena, config: EngineConfig) -> PersistentTransfer:
     """The transfer that also keeps pages in `kv_directory`. Raises DagError."""
-    assert config.kv_directory is not None and isinstance(inner, TorchTransfer)
+    assert config.kv_directory is not None
     num_bytes = int((config.kv_directory_gib or DEFAULT_KV_DIRECTORY_GIB) * 2**30)
     layout = {"order": "layer, K and V, head, row", "page_size": str(config.page_size)}
     try:

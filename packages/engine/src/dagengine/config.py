@@ -57,8 +57,8 @@ class EngineConfig:
             take together with whatever else is on the card. Only on a GPU.
         cpu_kv_gib: host memory for pages that leave the device, and come back from there; pinned if that is a GPU. With
             0 there is none, and they are computed again.
-        kv_directory: a folder where pages that reach the host are kept beyond the engine's life, for engines of the same
-            model; needs `cpu_kv_gib`.
+        kv_directory: a folder where pages that reach the host are kept beyond the engine's life, for engines of the
+            same model; needs `cpu_kv_gib`.
         kv_directory_gib: most that it takes there; None: 64.
         eviction: which states leave the device first: `lru`, `next_use` (those that requests will read last), or a
             registered policy.
@@ -120,7 +120,9 @@ class EngineConfig:
         if self.cpu_kv_gib != 0 or isinstance(self.cpu_kv_gib, bool):
             _below("cpu_kv_gib", self.cpu_kv_gib, 1e6, "0 or a positive number of GiB")
         _below("kv_directory_gib", self.kv_directory_gib, 1e6, "a positive number of GiB")
-        if self.kv_directory is not None and (not isinstance(self.kv_directory, str) or not self.kv_directory):
+        if self.kv_directory is not None and (
+            not isinstance(self.kv_directory, str) or not self.kv_directory
+        ):
             rule = f"kv_directory is the path of a folder, not {shown(self.kv_directory)}"
             raise DagError("invalid_request", rule, "kv_directory")
         for name, needed in (("kv_directory", self.cpu_kv_gib), ("kv_directory_gib", self.kv_directory)):

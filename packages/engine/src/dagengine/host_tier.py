@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from dagengine_kvstore import Transfer
 from dagengine_kvstore.events import EventLog
-from dagengine_kvstore.persistent import PersistentTransfer
 from dagengine_kvstore.recall import Recalls
 
 from .costs import StepCosts
@@ -30,6 +29,7 @@ class HostTier:
         transfer: what the store was given.
         page_bytes: of one page over all layers.
         clock: seconds that only grow: the store's.
+        closing: what to call at the end, in order.
         recalls: brings pages back that outlived an engine; None: nothing does.
     """
 
@@ -37,6 +37,7 @@ class HostTier:
     costs: StepCosts
     page_bytes: int
     clock: Callable[[], float]
+    closing: tuple[Callable[[], None], ...] = ()
     recalls: Recalls | None = None
     _steps: deque[tuple[int, int, float]] = field(default_factory=deque)
     _last_step: float = 0.0
@@ -88,12 +89,8 @@ class HostTier:
 
     def close(self) -> None:
         """Wait for what is under way, and write what is to be kept. Failures are logged: nothing depends on it."""
-        transfer = self.transfer
-        inner = transfer.inner if isinstance(transfer, PersistentTransfer) else transfer
-        for part in dict.fromkeys((transfer, inner)):
-            close = getattr(part, "close", None)
+        for close in self.closing:
             try:
-                if close is not None:
-                    close()
+                close()
             except Exception:
                 log.exception("the host tier could not be closed")

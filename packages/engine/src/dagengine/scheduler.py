@@ -34,7 +34,6 @@ from collections.abc import Sequence as SequenceOf
 from itertools import chain, count
 
 from dagengine_kvstore import KVStore, Lease, NotResident, OutOfPages, Read, RestoreWriter, Writer
-
 from dagengine_kvstore.recall import Finished, Recalls
 
 from .config import EngineConfig

@@ -38,8 +38,22 @@ class Claims:
         claim.asked = self._now
         claim.indices.update(indices)
 
+    def save(self, node: NodeRecord) -> Claim | None:
+        """A node's claim as it is now, for `put_back`."""
+        claim = self._claims.get(node)
+        return None if claim is None else Claim(claim.asked, set(claim.indices))
+
+    def put_back(self, node: NodeRecord, saved: Claim | None) -> None:
+        """Undo what was asked for since."""
+        if saved is None:
+            self._claims.pop(node, None)
+        else:
+            self._claims[node] = saved
+
     def end(self, node: NodeRecord, indices: Collection[int]) -> None:
         """Somebody came for these pages."""
+        if not self._claims:
+            return
         claim = self._claims.get(node)
         if claim is not None:
             claim.indices.difference_update(indices)

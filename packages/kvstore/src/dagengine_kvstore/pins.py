@@ -23,8 +23,6 @@ class PinBudget:
 
     def check(self, pinned: Iterable[NodeRecord], holds: HoldTable, salt: str) -> None:
         """Raises PinBudgetExceeded if these nodes are more than may be pinned, in all or of this tenant."""
-        if self.total is None and self.per_salt is None:
-            return
         pages: Counter[str] = Counter()
         for node in pinned:
             pages[node.salt] += len(holds.covered_pages(node))

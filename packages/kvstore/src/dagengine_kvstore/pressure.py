@@ -89,7 +89,7 @@ class Pressure:
         count: int,
         reads: Iterable[Read],
         *,
-        evict: bool = True,
+        evict: bool,
         restoring: NodeRecord | None = None,
     ) -> None:
         """Make `count` pages unused, dropping none that `reads` read. Raises as `take_pages`.
@@ -178,8 +178,10 @@ class Pressure:
 
         Returns: how many are on their way.
 
-        Raises OutOfPages with `demand`; without, nothing is started if there are too few unused pages.
+        Raises OutOfPages with `demand`, and nothing more is claimed then: of two who have a part each and wait for the
+        other's, one lets go. Without `demand` nothing is started if there are too few unused pages.
         """
+        saved = [(read.node, self.claims.save(read.node)) for read in reads if demand]
         on_way: dict[PageCopy, None] = {}
         on_host: dict[PageCopy, NodeRecord] = {}
         for read in reads:
@@ -188,6 +190,7 @@ class Pressure:
                 self._end_offload(node, "offload_cancelled")
             if demand:
                 self.claims.ask(node, indices)
+            returned = 0
             for index in indices:
                 copy = copy_of(node, index)
                 if node.pages[index] is not None or copy is None:
@@ -197,14 +200,19 @@ class Pressure:
                     on_way[copy] = None
                 elif page is not None:
                     self._books.return_to_device(node, index, page)
+                    returned += 1
                 else:
                     on_host[copy] = node
+            if returned:
+                self._books.note("returned", node, pages=returned, tier=Tier.DEVICE)
         if not on_host:
             return len(on_way)
         try:
             self.make_room(len(on_host), reads, evict=demand)
         except OutOfPages:
             if demand:
+                for node, claim in saved:
+                    self.claims.put_back(node, claim)
                 raise
             return len(on_way)
         return len(on_way) + self._transfers.load(next(iter(on_host.values())), list(on_host))

@@ -41,6 +41,8 @@ ENGINE_FIELDS = (
     "kv_memory_gib",
     "gpu_memory_utilization",
     "cpu_kv_gib",
+    "kv_directory",
+    "kv_directory_gib",
     "eviction",
     "enforce_eager",
     "overlap",
@@ -195,6 +197,11 @@ GpuMemoryUtilization = Annotated[
 CpuKvGib = Annotated[
     float, typer.Option(help="host memory for KV pages that leave the device; 0: they are computed again")
 ]
+KvDirectory = Annotated[
+    str | None,
+    typer.Option(help="a folder that keeps KV pages of the host beyond this run; needs --cpu-kv-gib"),
+]
+KvDirectoryGib = Annotated[float | None, typer.Option(help="most that --kv-directory takes  [default: 64]")]
 Eviction = Annotated[str, typer.Option(help="which states leave the device first", metavar="{lru,next_use}")]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="never capture CUDA graphs")]
 Overlap = Annotated[

@@ -51,6 +51,8 @@ def serve(
     kv_memory_gib: options.KvMemoryGib = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = None,
     cpu_kv_gib: options.CpuKvGib = 0.0,
+    kv_directory: options.KvDirectory = None,
+    kv_directory_gib: options.KvDirectoryGib = None,
     eviction: options.Eviction = "lru",
     enforce_eager: options.EnforceEager = False,
     overlap: options.Overlap = None,
