@@ -9,7 +9,7 @@ import pytest
 from bench import transfers, transfers_report
 from bench.kernels_record import Circumstances, Figure, dump_lines
 from bench.transfers_gpu import EXTENTS, QUICK, SHAPES, Case, kv
-from bench.transfers_report import CHOSEN, RATE, STEPS
+from bench.transfers_report import CHOSEN, DEVICE_RATE, RATE, STEPS
 
 WHERE = Circumstances("a GPU", {"torch": "2"}, "abc", "tools/bench/transfers")
 
@@ -38,7 +38,9 @@ def test_the_sweep_covers_extents_from_4_kib_to_64_mib_and_the_shapes_of_models(
     ],
 )
 def test_a_rate_below_its_bar_is_told(case: str, rates: dict[str, float], expected: int) -> None:
-    missed = transfers_report.missed([figure(case, way, RATE, rate, 50.0) for way, rate in rates.items()])
+    metrics = (RATE, DEVICE_RATE)
+    figures = [figure(case, way, metric, rate, 50.0) for way, rate in rates.items() for metric in metrics]
+    missed = transfers_report.missed(figures)
     assert len(missed) == expected
     assert all(case in line for line in missed)
 
@@ -53,14 +55,15 @@ def test_the_page_has_a_row_for_every_contender() -> None:
         Figure.of("ceilings", "one pinned copy", "store", [50.0], "GB/s"),
         figure("extents of 4 KiB, store", CHOSEN, RATE, 12.0, 50.0),
         figure("extents of 4 KiB, store", "direct", RATE, 3.0, 50.0),
+        figure("extents of 4 KiB, store", "direct", DEVICE_RATE, 4.0, 50.0),
         figure("8B, store beside steps", CHOSEN, STEPS, 97.0, 100.0),
     ]
     page = transfers_report.page(figures, WHERE, ["Left out."])
-    assert "| extents of 4 KiB, store | TorchTransfer | 12 | 24.0% |  |  |" in page
-    assert "| extents of 4 KiB, store | direct | 3 | 6.0% |  |  |" in page
-    assert "| 8B, store beside steps | TorchTransfer |  |  |  | 97.0% |" in page
+    assert "| extents of 4 KiB, store | TorchTransfer | 12 | 24.0% |  |  |  |" in page
+    assert "| extents of 4 KiB, store | direct | 3 | 6.0% | 8.0% |  |  |" in page
+    assert "| 8B, store beside steps | TorchTransfer |  |  |  |  | 97.0% |" in page
     assert "store 50 GB/s" in page and "- Left out." in page
-    assert len([json.loads(line) for line in dump_lines(figures, WHERE).splitlines()]) == 4
+    assert len([json.loads(line) for line in dump_lines(figures, WHERE).splitlines()]) == 5
 
 
 def test_numbers_that_measure_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="tools/bench/transfers", description=__doc__)
     p.add_argument("--out", type=Path, default=FOLDER, help="folder of the results (docs/benchmarks)")
     p.add_argument("--name", default="transfers", help="their file name without ending (transfers)")
-    p.add_argument("--repeats", type=int, default=7, help="samples of each contender (7)")
+    p.add_argument("--repeats", type=int, default=5, help="samples of each contender (5)")
     p.add_argument("--megabytes", type=int, default=256, help="bytes of one sample, in MiB (256)")
     p.add_argument("--quick", action="store_true", help="fewer extents and shapes, 3 samples of 64 MiB")
     p.add_argument("--budget", type=float, default=45, help="seconds after which no further case is timed")

@@ -1,7 +1,8 @@
 """Measures copies of KV pages on a GPU: checks the bytes, then times ways to copy, and a memory-bound step beside them.
 
 A case is an arena and one ticket of scattered pages: no two are neighbours on the host, so an extent of the host is a
-page. Times are of a wall clock, from before the submit until the end is known, and so count the host's work.
+page. `rate` is by a wall clock, from before the submit until the end is known, and so counts the host's work;
+`device rate` is by events, of copies that were all queued before the first could begin.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from statistics import median
 import torch
 
 from bench.kernels_record import Figure
-from bench.transfers_report import CEILINGS, CHOSEN, RATE, STEPS, SUBMIT
+from bench.transfers_report import CEILINGS, CHOSEN, DEVICE_RATE, RATE, STEPS, SUBMIT
 from dagengine_kvstore import Copy
 from dagengine_kvstore.cuda_copies import CudaCopies
 from dagengine_kvstore.extents import Method
@@ -28,13 +29,14 @@ ONE_CALL_EACH = "direct, one call per extent"
 
 PEAK = "one pinned copy"
 DIRECTIONS: tuple[Direction, ...] = ("store", "load")
-MOST_PIECES = 8192
+MOST_PIECES = 4096
 CHECKED_BYTES = 64 << 20
 STEP_BYTES = 8 << 30
 PACED = (20e9, 10e9)
 PARTS = 4
 BESIDE_S = 0.12
 BESIDE_TURNS = 3
+CYCLES_PER_S = 2e9
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Bench:
         self.num_bytes = count * case.page_bytes
         self.transfer = TorchTransfer(self.arena, 2 * count)
         self.transfer.host.prepare(2 * count)
+        self.chosen = self._copies(None)
         self.ways: dict[str, CudaCopies] = {ONE_CALL_EACH: self._copies(Method.DIRECT, batch=False)}
         for method in Method:
             self.ways[method.value] = self._copies(method)
@@ -116,7 +119,7 @@ class Bench:
     def close(self) -> None:
         self.transfer.close()
 
-    def _copies(self, method: Method, *, batch: bool = True) -> CudaCopies:
+    def _copies(self, method: Method | None, *, batch: bool = True) -> CudaCopies:
         pin = self.transfer.host.pin
         made = CudaCopies(self.arena, self.transfer.host, method=method, batch=batch)
         self.transfer.host.pin = pin  # everything is pinned already, by the transfer
@@ -139,6 +142,19 @@ class Bench:
             submitted = time.perf_counter()
             end.synchronize()
         return time.perf_counter() - begin, submitted - begin
+
+    def device_seconds(self, way: str, kind: Direction, spin_s: float) -> float:
+        """Seconds of the copy alone: it is queued behind a kernel that spins for `spin_s`."""
+        copies = self.chosen if way == CHOSEN else self.ways[way]
+        watch = torch.cuda.Stream()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(spin_s * CYCLES_PER_S))
+        start.record()
+        watch.wait_event(copies.issue(kind, self.pages, [copies.mark()]))
+        end.record(watch)
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
 
     def fault(self, way: str) -> str | None:
         """What is wrong with a round trip of random bytes, with the pages overwritten in between."""
@@ -211,15 +227,19 @@ def rates(run: Run, bench: Bench, kind: Direction, repeats: int, peak: float) ->
     ways = (CHOSEN, *bench.ways)
     samples: dict[str, list[float]] = {way: [] for way in ways}
     submits: dict[str, list[float]] = {way: [] for way in ways}
+    alone: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(repeats + 1):
         for way in ways:
             seconds, submitted = bench.run(way, kind)
+            on_device = bench.device_seconds(way, kind, 2 * submitted)
             if turn:
                 samples[way].append(bench.num_bytes / seconds / 1e9)
                 submits[way].append(submitted * 1e6)
+                alone[way].append(bench.num_bytes / on_device / 1e9)
     for way in ways:
         case = f"{bench.case.name}, {kind}"
         run.add(Figure.of(case, way, RATE, samples[way], "GB/s").against(PEAK, peak / 1e9))
+        run.add(Figure.of(case, way, DEVICE_RATE, alone[way], "GB/s").against(PEAK, peak / 1e9))
         run.add(Figure.of(case, way, SUBMIT, submits[way], "µs"))
 
 

@@ -193,9 +193,9 @@ def test_a_page_that_cannot_be_written_is_absent_and_its_bytes_are_let_go(
     assert let_go == [1, 1]
     assert list((tmp_path / "tmp").iterdir()) == [] and get(pages, 1) is None
     monkeypatch.undo()
-    put(pages, 1)
-    pages.put(key(1), tokens(1), base(1), memoryview(content(1)), consumed=lambda: let_go.append(1))
-    assert let_go == [1, 1, 1] and get(pages, 1) == content(1)
+    for count in (3, 4):  # written, then found
+        pages.put(key(1), tokens(1), base(1), memoryview(content(1)), consumed=lambda: let_go.append(1))
+        assert let_go == [1] * count and get(pages, 1) == content(1)
 
 
 def test_sizes_below_one_are_refused(tmp_path: Path) -> None:

@@ -186,9 +186,7 @@ def test_adopting_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     for call in (lambda: writer.page_keys([4]), lambda: writer.adopt([4], [])):
         with refused("match_misaligned"):
             call()
-    assert writer.is_open
     writer.abort()
-    assert not writer.is_open
     with refused("writer_closed"):
         writer.page_keys([4])
     life.end()

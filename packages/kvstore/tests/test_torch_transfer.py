@@ -340,6 +340,10 @@ def test_a_fault_of_the_device_is_the_error_of_its_ticket() -> None:
                 raise RuntimeError("no")
             return super().issue(kind, pages, after)
 
+        def wait(self) -> None:
+            waited.append(1)
+
+    waited: list[int] = []
     transfer = TorchTransfer(arena(), 8, copies=Faulty)
     tickets = [transfer.submit(Copy(kind, ((0, 0),))) for kind in ("store", "load", "store")]
     assert transfer.poll() == (
@@ -347,6 +351,7 @@ def test_a_fault_of_the_device_is_the_error_of_its_ticket() -> None:
         Completion(tickets[1], "RuntimeError: no"),
         Completion(tickets[2]),
     )
+    assert waited == [1], "what it had begun has ended before the error is told"
 
 
 @pytest.mark.parametrize("how", ["close", "forget"])

@@ -12,6 +12,7 @@ A buffer is written again when what read it last has ended. Copies that take no 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 
@@ -103,9 +104,9 @@ class CudaCopies:
         """Queue copies of (device page, host page) pairs behind `after`; the event of their end."""
         lane = self._lanes[kind]
         last = lane.copies if kind == "store" else lane.kernels
-        ordered = sorted(pages, key=lambda pair: pair[1])
+        ordered = sorted(pages, key=itemgetter(1))
         devices = [device for device, _ in ordered]
-        hosts = [self._host.address(page) for _, page in ordered]
+        hosts = self._host.addresses([page for _, page in ordered])
         method = self._method or choose(devices, hosts, len(self._addresses), self._layer_bytes)
         with torch.cuda.device(self._device):
             for event in after:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dagengine_kvstore.errors import KVStoreError
 
@@ -65,9 +65,15 @@ class HostArena:
             self.address(page)
 
     def address(self, page: int) -> int:
-        """Where a page begins. Page n+1 begins where page n ends if both are in one chunk."""
+        """Where a page begins. Page n+1 begins where page n ends if both are in one chunk. Raises as `page`."""
         _, address, offset = self._locate(page)
         return address + offset
+
+    def addresses(self, pages: Sequence[int]) -> list[int]:
+        """`address` of each page."""
+        size, count = self.page_bytes, self._chunk_pages
+        bases = {index: self.address(index * count) for index in {page // count for page in pages}}
+        return [bases[page // count] + page % count * size for page in pages]
 
     def page(self, page: int) -> memoryview:
         """The bytes of a page, to be read or written; not a copy.

@@ -81,7 +81,7 @@ class Recalls:
             self._store.end_step(recall.fence)
             writer, count = recall.writer, len(recalled.bases) * recall.writer.page_size
             first = writer.num_tokens // writer.page_size
-            if writer.is_open and tuple(writer.pages[first : first + len(recall.pages)]) == recall.pages:
+            if tuple(writer.pages[first : first + len(recall.pages)]) == recall.pages:
                 writer.adopt(recall.tokens[:count], recalled.bases)
                 finished.append(Finished(writer, count))
         return finished

@@ -86,7 +86,8 @@ class TorchTransfer:
         self._part = max(1, PACED_BYTES // arena.page_bytes)
         self._queues: dict[Direction, deque[_Ticket]] = {"store": deque(), "load": deque()}
         self._open: dict[int, _Ticket] = {}
-        self._newest: dict[tuple[str, int], _Ticket] = {}  # the last ticket over a device page or a host page
+        # The last ticket over each device page, and over each host page.
+        self._newest: tuple[dict[int, _Ticket], dict[int, _Ticket]] = ({}, {})
         self._next = 1
         self._closed = False
         self._close_copies = weakref.finalize(self, self._copies.close)
@@ -102,14 +103,17 @@ class TorchTransfer:
             KVStoreError `capacity` for a page that is not there, `invalid_pages` for one that comes twice,
             `transfer_closed`.
         """
-        self._check(copy)
-        places = [*(("device", page) for page, _ in copy.pages), *(("host", page) for _, page in copy.pages)]
-        before = {ticket.number: ticket for place in places if (ticket := self._newest.get(place))}
+        sides = self._sides(copy)
+        before: dict[_Ticket | None, None] = {}
+        for newest, pages in zip(self._newest, sides, strict=True):
+            before.update(dict.fromkeys(map(newest.get, pages)))
+        before.pop(None, None)
         mark = self._copies.mark() if copy.kind == "store" else None
-        ticket = _Ticket(self._next, copy, mark, list(before.values()))
+        ticket = _Ticket(self._next, copy, mark, [one for one in before if one is not None])
         self._next += 1
         self._open[ticket.number] = ticket
-        self._newest.update(dict.fromkeys(places, ticket))
+        for newest, pages in zip(self._newest, sides, strict=True):
+            newest.update(dict.fromkeys(pages, ticket))
         self._queues[copy.kind].append(ticket)
         self._issue()
         return ticket.number
@@ -143,18 +147,21 @@ class TorchTransfer:
             queue.clear()
         self._close_copies()
 
-    def _check(self, copy: Copy) -> None:
+    def _sides(self, copy: Copy) -> tuple[Sequence[int], Sequence[int]]:
+        """Device pages and host pages of a copy that can be submitted."""
         if self._closed:
             raise KVStoreError("transfer_closed", "this transfer was closed")
-        sides = zip(*copy.pages, strict=True) if copy.pages else ((), ())
-        limits = (("device", self._num_device_pages), ("host", self.num_host_pages))
-        for (side, limit), pages in zip(limits, sides, strict=True):
-            for page in pages:
-                if not 0 <= page < limit:
-                    message = f"{side} page {page} is not inside [0, {limit})"
-                    raise KVStoreError("capacity", message, field="pages")
+        devices, hosts = zip(*copy.pages, strict=True) if copy.pages else ((), ())
+        for side, pages, limit in (
+            ("device", devices, self._num_device_pages),
+            ("host", hosts, self.num_host_pages),
+        ):
+            if pages and not 0 <= min(pages) <= max(pages) < limit:
+                message = f"{side} pages {min(pages)} to {max(pages)} are not inside [0, {limit})"
+                raise KVStoreError("capacity", message, field="pages")
             if len(set(pages)) < len(pages):
                 raise KVStoreError("invalid_pages", f"a {side} page comes twice in one copy", field="pages")
+        return devices, hosts
 
     def _issue(self) -> None:
         """Issue what no earlier ticket and no rate holds back, in order of each direction."""
@@ -194,10 +201,11 @@ class TorchTransfer:
     def _forget(self, ticket: _Ticket) -> None:
         del self._open[ticket.number]
         ticket.after.clear()
-        for device, host in ticket.copy.pages:
-            for place in (("device", device), ("host", host)):
-                if self._newest.get(place) is ticket:
-                    del self._newest[place]
+        sides = zip(*ticket.copy.pages, strict=True)
+        for newest, pages in zip(self._newest, sides, strict=False):  # no sides: no pages
+            for page in pages:
+                if newest.get(page) is ticket:
+                    del newest[page]
 
 
 def _copies_of(arena: TorchArena) -> Callable[[TorchArena, HostArena], Copies]:

@@ -47,11 +47,6 @@ class PageWriter:
         return len(self._tokens) + self.num_unknown
 
     @property
-    def is_open(self) -> bool:
-        """Until it is sealed, finished or aborted."""
-        return self._open
-
-    @property
     def num_known(self) -> int:
         return len(self._tokens)
 
