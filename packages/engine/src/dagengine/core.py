@@ -407,8 +407,7 @@ class EngineCore:
         self.store.pump()
         if self.host_tier is not None:
             self._stats.offloads += self.host_tier.watch(self.store.events)
-            if self.host_tier.recalls is not None:
-                self._scheduler.take_recalled(self.host_tier.recalls.finish())
+            self._scheduler.finish_recalls()
 
     def close(self) -> None:
         """Wait for transfers and give the host's memory up. Nothing may be called afterwards but to look."""

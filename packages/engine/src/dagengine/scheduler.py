@@ -34,12 +34,13 @@ from collections.abc import Sequence as SequenceOf
 from itertools import chain, count
 
 from dagengine_kvstore import KVStore, Lease, NotResident, OutOfPages, Read, RestoreWriter, Writer
-from dagengine_kvstore.recall import Finished, Recalls
+from dagengine_kvstore.recall import Recalls
 
 from .config import EngineConfig
 from .errors import DagError
 from .loading import Loading
 from .prepare import context_extents
+from .recalling import Recalling
 from .restoring import Restoring
 from .runner import Chunk
 from .sequence import Sequence
@@ -83,7 +84,7 @@ class Scheduler:
         self.num_restores = 0
         self._restoring: Restoring | None = None
         self._loading = Loading(store, stats)
-        self._two_tiers, self._recalls = two_tiers, recalls
+        self._two_tiers, self._recalling = two_tiers, Recalling(recalls)
         self._chunks: dict[int, tuple[Work, int]] = {}
         self._decoding: list[int] = []
         self._in_flight = False
@@ -232,7 +233,7 @@ class Scheduler:
             if self._restoring is not None and self._restoring.owner is sequence:
                 self._end_restoring()
             self._loading.end()
-            if self._start_recall(sequence):
+            if self._recalling.start(sequence):
                 return None
         lease = sequence.lease
         if not self._reserve_waiting(sequence):
@@ -258,27 +259,14 @@ class Scheduler:
         else:
             sequence.computed = sequence.writer.match(tokens, whole=True)  # type: ignore[union-attr]
 
-    def _start_recall(self, sequence: Sequence) -> bool:
-        """Whether pages of a waiting sequence's input come from a directory; it keeps its lease until they did."""
-        if self._recalls is None or sequence.recall is not None:
-            return False
-        wanted = sequence.tokens[sequence.computed : len(sequence.tokens) - sequence.wants_logits]
-        try:
-            sequence.recall = bool(wanted) and self._recalls.start(sequence.writer, wanted) > 0
-        except OutOfPages:
-            sequence.recall = False
-        return sequence.recall
-
-    def take_recalled(self, finished: SequenceOf[Finished]) -> None:
-        """Recalls have ended; what did not come is computed."""
-        writers = {id(recall.writer): recall.num_tokens for recall in finished}
-        for sequence in self.waiting:
-            if sequence.recall and id(sequence.writer) in writers:
-                sequence.recall, sequence.recalled = False, writers[id(sequence.writer)]
-                sequence.computed = sequence.writer.num_tokens
+    def finish_recalls(self) -> None:
+        """Take over what came from a directory since the last call."""
+        self._recalling.finish(self.waiting)
 
     def _end_recalls(self) -> bool:
-        """Somebody needs the pages more: what was to come is computed. Returns whether there was anything."""
+        """Running work needs the pages of waiting ones that were, or are, recalled: those compute. Returns whether
+        there were any.
+        """
         ended = [sequence for sequence in self.waiting if sequence.recall or sequence.lease is not None]
         for sequence in ended:
             sequence.recall = False
@@ -290,7 +278,7 @@ class Scheduler:
     @property
     def _brings(self) -> bool:
         """Whether copies under way may still make pages available."""
-        return self._store.num_in_flight > 0 or (self._recalls is not None and self._recalls.num_open > 0)
+        return self._store.num_in_flight > 0 or self._recalling.is_under_way
 
     def _lease(self, sequence: Sequence) -> Lease | None:
         """A lease on what a waiting sequence reads; None if that has to be brought back first."""
