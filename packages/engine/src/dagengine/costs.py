@@ -137,7 +137,7 @@ class MeasuredCosts:
 
     def _recompute(self, node: NodeRecord, seen: set[int]) -> float:
         seen.add(node.uid)
-        missing = sum(page is None for page in node.pages) or len(node.pages)
+        missing = node.pages.count(None) or len(node.pages)
         tokens = min(node.length, missing * self._page_size)
         visible = sum(read.stop - read.start for read in node.reads)
         pairs = tokens * (visible + node.length - tokens / 2)
@@ -145,6 +145,8 @@ class MeasuredCosts:
         on_host = 0
         for read in node.reads:
             source, size = read.node, self._page_size
+            if None not in source.pages:
+                continue
             tiers = [page_tier(source, i) for i in range(read.start // size, -(-read.stop // size))]
             on_host += tiers.count(Tier.HOST)
             if Tier.NOWHERE in tiers and source.uid not in seen:
