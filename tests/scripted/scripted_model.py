@@ -30,10 +30,13 @@ from torch import Tensor
 from dagengine.build import assemble
 from dagengine.config import EngineConfig
 from dagengine.core import EngineCore
+from dagengine.costs import StepCosts
 from dagengine.models.layers import Attend
 from dagengine_kernels import AttentionBackend, AttentionShape, RotaryTable, SegmentTable
 from dagengine_kernels.backend import Capabilities, Plan
 from dagengine_kernels.segments import DELTA, HI, LO, PAGE, STORED
+from dagengine_kvstore import Transfer
+from dagengine_kvstore.torch_arena import TorchArena
 from dagengine_positions import LayerGroup, ModelGeometry, RopeSpec
 
 VOCAB = 4096
@@ -239,6 +242,8 @@ def scripted_core(
     clock: Callable[[], float] = time.monotonic,
     backend: str = "scripted",
     mode: str | None = None,
+    transfer: Callable[[TorchArena], Transfer] | None = None,
+    costs: StepCosts | None = None,
     **settings: Any,
 ) -> EngineCore:
     """A real core around the scripted model; `settings` are EngineConfig's. Unwritten pages hold NaN.
@@ -254,7 +259,14 @@ def scripted_core(
         attention_backend=backend,
     )
     core = assemble(
-        ScriptedModel(), geometry(), replace(config), identity="scripted", dtype=torch.float64, clock=clock
+        ScriptedModel(),
+        geometry(),
+        replace(config),
+        identity="scripted",
+        dtype=torch.float64,
+        clock=clock,
+        transfer=transfer,
+        costs=costs,
     )
     for layer in range(2):
         core._runner.arena.layer(layer).fill_(torch.nan)

@@ -11,9 +11,10 @@ import gc
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from fake_host import CoinCosts, Host
 from oracle import Oracle, OracleNode, View, reference_cut
 from scripted_model import VOCAB, scripted_core
 
@@ -21,6 +22,8 @@ from dagengine import ContextRef, DagError, Keep, SamplingParams
 from dagengine.core import EngineCore
 from dagengine.request import Choice, Event, FinishedEvent, Request, TokenEvent
 from dagengine_kvstore import KVStoreError
+from dagengine_kvstore.fake_transfer import FakeTransfer
+from dagengine_kvstore.torch_arena import TorchArena
 
 MAX_IDLE_STEPS = 6
 MAX_STEPS_WITHOUT_END = 800
@@ -71,6 +74,8 @@ class Settings:
     pages: int
     max_num_batched_tokens: int
     max_num_seqs: int
+    host: Host | None = None
+    eviction: str = "lru"
 
     @classmethod
     def draw(cls, rng: random.Random) -> Settings:
@@ -84,6 +89,18 @@ class Settings:
         )
 
 
+def draw_host(settings: Settings, seed: int) -> Settings:
+    """The same with a host tier that is late, and in some worlds fails, loses, refuses and reports twice."""
+    rng = random.Random(seed)
+    faults = {name: rng.choice((0.0, 0.05, 0.3)) for name in ("fail", "duplicate", "refuse")}
+    if rng.random() < 0.3:
+        faults["lose"] = 0.05
+    if rng.random() < 0.5:
+        faults = {}
+    host = Host(settings.pages * rng.choice((1, 4, 4, 8)) // rng.choice((1, 3)) or 1, **faults)
+    return replace(settings, host=host, eviction=rng.choice(("lru", "next_use")))
+
+
 class World:
     """One engine and the graphs that run through it.
 
@@ -94,7 +111,7 @@ class World:
     """
 
     def __init__(self, seed: int, settings: Settings | None = None, mode: str | None = None) -> None:
-        self.rng = random.Random(seed)
+        self.rng, self._seed = random.Random(seed), seed
         self.settings = settings or Settings.draw(self.rng)
         self.now = 0.0
         self.expected_errors: frozenset[str] = frozenset()
@@ -108,6 +125,9 @@ class World:
             max_num_batched_tokens=s.max_num_batched_tokens,
             max_num_seqs=s.max_num_seqs,
             seed=seed,
+            eviction=s.eviction,
+            transfer=s.host and self._make_transfer,
+            costs=s.host and CoinCosts(),
         )
         self._ids = 0
         self._stems = [[self.rng.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
@@ -182,10 +202,15 @@ class World:
         """One step of the engine, all its events, and the store's own audit."""
         events = self.core.step()
         self.core.store.check()
+        self._check_pages()
         self._poison_free_pages()
         self._check_device()
         self.counts["steps"] += 1
+        moving = self.core.store.num_in_flight > 0
         self._idle = 0 if self.core.progressed or events or not self.core.has_work else self._idle + 1
+        if self._idle and moving:
+            self._idle -= 1
+            self.now += 1.0
         self._since_end = 0 if not self.core.has_work else self._since_end + 1
         for event in events:
             self._take(event)
@@ -203,6 +228,13 @@ class World:
         for error in late.errors if late and not self.expected_errors else ():
             if error != "planted":
                 raise Mismatch(f"a step failed on the device: {error}")
+
+    def _check_pages(self) -> None:
+        """Every page is in one place, in both tiers."""
+        s = self.core.store.stats()
+        device = s.pages_free + s.pages_cached + s.pages_live + s.pages_waiting + s.pages_moving
+        if device != s.pages_total or s.host_free + s.host_live + s.host_moving != s.host_total:
+            raise Mismatch(f"pages do not add up: {s}")
 
     def _poison_free_pages(self) -> None:
         for start, length in self.core.store._books.pool._free._length.items():
@@ -385,6 +417,8 @@ class World:
         live = [handle for handle in self.handles if not self._expired(handle)]
         if live and rng.random() < 0.15:
             self._release(rng.choice(live))
+        if self.settings.host is not None:
+            self._move()
         live = [handle for handle in self.handles if not self._expired(handle)]
         if live and rng.random() < 0.12:
             handle = rng.choice(live)
@@ -396,6 +430,48 @@ class World:
             for handle in rng.sample(live, min(len(live), rng.choice((1, 1, 3, 10)))):
                 self._evict(handle)
             self.core.store.check()
+
+    def _make_transfer(self, arena: TorchArena) -> FakeTransfer:
+        assert self.settings.host is not None
+        self.transfer = self.settings.host.transfer(arena, self._seed)
+        return self.transfer
+
+    def _move(self) -> None:
+        """Offload, prefetch and drop from the host; now and then what was lost arrives after all."""
+        rng = self.rng
+        live = [handle for handle in self.handles if not self._expired(handle)]
+        if live and rng.random() < 0.4:
+            for handle in rng.sample(live, min(len(live), rng.choice((1, 1, 3, 10)))):
+                try:
+                    self.core.offload_state(handle.id, salt=handle.salt)
+                except DagError as error:
+                    if error.code != "capacity":
+                        raise
+                    self.counts["host full"] += 1
+        if live and rng.random() < 0.1:
+            handle = rng.choice(live)
+            self.core.prefetch_state(handle.id, salt=handle.salt)
+        if live and rng.random() < 0.05:
+            handle = rng.choice(live)
+            node, _ = self.core.store.resolve(handle.id, handle.salt)
+            try:
+                self.core.store.evict_host(node)
+            except KVStoreError as error:
+                if error.code != "state_in_use":
+                    raise
+        if rng.random() < 0.05:
+            self.transfer.release_lost()
+        self.core.store.check()
+
+    def _end_transfers(self) -> None:
+        """Until nothing moves any more; what was lost arrives."""
+        self.transfer.release_lost()
+        for _ in range(20):
+            self.core.pump()
+            self.core.store.check()
+        stats = self.core.store.stats()
+        if stats.tickets_in_flight or stats.tickets_lost or stats.pages_moving or stats.host_moving:
+            raise Mismatch(f"transfers do not end: {stats}")
 
     def _release(self, handle: Handle) -> None:
         self.core.release_state(handle.id, salt=handle.salt)
@@ -486,6 +562,7 @@ class World:
             spans["turn"] = (request.turn_start, len(own))
         assert dict(dag.spans) == spans
         assert (dag.visible, dag.own_start, dag.input) == (len(view.shown), view.own_start, begin), dag
+        assert 0 <= dag.reloaded <= dag.visible and (self.settings.host or not dag.reloaded), dag
         assert 0 <= dag.reused <= dag.visible + dag.input and dag.policy == request.position
         assert (dag.state is None) == (request.keep is None)
 
@@ -503,7 +580,9 @@ class World:
         else:
             view = self._view(pending)
             expected = self._position_refusal(pending, view) or self.oracle.refusal(pending.request, view)
-            if error.code == "capacity" and expected is None:
+            if error.code == "capacity" and expected is None and self.core.store.stats().tickets_lost:
+                self.counts["capacity by lost transfers"] += 1
+            elif error.code == "capacity" and expected is None:
                 pinned = [handle.node for handle in self.handles if handle.pinned]
                 most = self.oracle.most_pages(pending.request, view, pinned)
                 assert self._pins_answers(pending) or most > self.settings.pages, (
@@ -530,6 +609,8 @@ class World:
         self.core.store.expire()
         for handle in [handle for handle in self.handles if not self._expired(handle)]:
             self._release(handle)
+        if self.settings.host is not None:
+            self._end_transfers()
         self.core.store.check()
         stats = self.core.store.stats()
         left = (
@@ -539,6 +620,7 @@ class World:
             stats.handles,
             stats.leases,
             stats.writers,
+            stats.host_live,
         )
         if any(left) or stats.pages_free + stats.pages_cached != stats.pages_total or stats.restores:
             raise Mismatch(f"something stays when nothing is left: {stats}")
@@ -575,6 +657,16 @@ class World:
         self.counts["restored tokens"] = self.core.stats.restored_tokens
         self.counts["evictions"] = stats.evictions
         self.counts["matched tokens"] = stats.tokens_reused
+        if self.settings.host is not None:
+            told = self.core.stats
+            self.counts["reloaded tokens"] = told.reloaded_tokens
+            self.counts["prefetches"] = told.prefetches
+            self.counts["offloads"] = told.offloads
+            self.counts["recomputes chosen"] = told.recomputes_chosen
+            for name in ("stores", "loads", "stores_failed", "loads_failed", "stores_lost", "loads_lost"):
+                self.counts[name] = getattr(stats, name)
+            self.counts["duplicates"] = stats.completions_duplicate
+            self.counts["late"] = stats.completions_late
         if self.core.num_running or self.core.num_waiting:
             raise Mismatch(self._queues())
         return self.counts

@@ -56,3 +56,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(model_folder: Path) -> Iterator[LLM]:
     with LLM(model_folder, load_format="dummy", seed=1, page_size=4, kv_pages=256) as found:
         yield found
+
+
+@pytest.fixture
+def llm_with_tiers(model_folder: Path) -> Iterator[LLM]:
+    """A pool of 160 pages, and 256 on the host, from which everything is loaded that was there."""
+    host = 256 * 2 * 2 * 2 * 8 * 4 * 4 / 2**30
+    with LLM(model_folder, load_format="dummy", seed=1, page_size=4, kv_pages=160, cpu_kv_gib=host) as found:
+        found.engine.ask(lambda core: setattr(core.store._pressure, "_costs", None))
+        yield found

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dagengine import DagError, EngineConfig
+from dagengine import DagError, EngineConfig, memory
 from dagengine.build import build_core, read_model
-from dagengine.memory import num_pages, page_bytes, step_reserve
+from dagengine.memory import host_memory_left, num_host_pages, num_pages, page_bytes, step_reserve
 from dagengine_positions import ModelGeometry
 
 GIB = 2**30
@@ -132,3 +132,42 @@ def test_what_was_decided_is_in_the_cores_configuration(model_folder: Path) -> N
     assert (found.device, found.dtype, found.enforce_eager) == ("cpu", "float32", True)
     assert (found.kv_pages, found.kv_memory_gib) == (int(0.001 * GIB) // PAGE, None)
     assert (found.max_num_seqs, found.max_num_batched_tokens) == (64, 512)
+
+
+def test_the_host_tier_is_what_was_asked_for(
+    geometry: ModelGeometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def host_pages(**options: Any) -> int:
+        return num_host_pages(geometry, EngineConfig(**options), torch.float32)
+
+    def refused(gib: float) -> tuple[str, str | None]:
+        with pytest.raises(DagError) as error:
+            host_pages(cpu_kv_gib=gib)
+        return error.value.code, error.value.field
+
+    monkeypatch.setattr(memory, "host_memory_left", lambda: 2 * GIB)
+    assert host_pages() == host_pages(cpu_kv_gib=0) == 0
+    assert host_pages(cpu_kv_gib=1.5) == int(1.5 * GIB) // PAGE
+    assert refused(1e-9) == ("invalid_request", "cpu_kv_gib")
+    assert refused(2.5) == ("capacity", "cpu_kv_gib")
+    for wrong in (-1, True, "1", float("nan")):
+        assert refused(wrong) == ("invalid_request", "cpu_kv_gib")
+
+
+def test_memory_left_is_the_least_of_the_machines_and_the_groups(tmp_path: Path) -> None:
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    assert host_memory_left(meminfo, cgroup) is None
+    meminfo.write_text("MemTotal:       64 kB\nMemAvailable:       48 kB\n")
+    assert host_memory_left(meminfo, cgroup) == 48 << 10
+    cgroup.mkdir()
+    (cgroup / "memory.current").write_text("1000\n")
+    (cgroup / "memory.max").write_text("max\n")
+    assert host_memory_left(meminfo, cgroup) == 48 << 10
+    (cgroup / "memory.max").write_text("5000\n")
+    assert host_memory_left(meminfo, cgroup) == 4000
+
+
+def test_an_eviction_policy_that_is_not_there_is_refused(model_folder: Path) -> None:
+    with pytest.raises(DagError) as error:
+        build_core(model_folder, EngineConfig(load_format="dummy", kv_pages=4, eviction="nope"))
+    assert (error.value.code, error.value.field) == ("plugin_not_found", "eviction")

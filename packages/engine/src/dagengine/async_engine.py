@@ -171,6 +171,8 @@ class EngineThread:
         except BaseException as error:
             log.exception("the engine thread dies")
             self._die(EngineDead(f"the engine stopped: {error}"))
+        finally:
+            self._core.close()
 
     def _turn(self) -> bool:
         """Once round: commands, a step, events. Returns whether the thread is to stop."""
@@ -181,10 +183,12 @@ class EngineThread:
             self._dispatch(self._core.take_events())
             return True
         if not self._core.has_work:
+            self._core.pump()
             self._dispatch(self._core.take_events())
             if not self._stopping:
+                moving = self._core.store.num_in_flight > 0
                 try:
-                    command = self._commands.get(timeout=IDLE_WAIT_S)
+                    command = self._commands.get(timeout=STUCK_WAIT_S if moving else IDLE_WAIT_S)
                 except Empty:
                     return False
                 command()

@@ -21,8 +21,12 @@ from typing import Any
 import torch
 
 from dagengine_kernels import get_backend
-from dagengine_kvstore import KVStore
+from dagengine_kvstore import KVStore, KVStoreError, Transfer
+from dagengine_kvstore.directory import PageDirectory
+from dagengine_kvstore.persistent import PersistentTransfer
+from dagengine_kvstore.recall import Recalls
 from dagengine_kvstore.torch_arena import TorchArena
+from dagengine_kvstore.torch_transfer import TorchTransfer
 from dagengine_positions import (
     ModelAdapter,
     ModelGeometry,
@@ -31,15 +35,18 @@ from dagengine_positions import (
     position_policies,
 )
 
-from .config import POOL_SIZES, EngineConfig
+from .config import DEFAULT_KV_DIRECTORY_GIB, POOL_SIZES, EngineConfig
 from .core import EngineCore, Observer
+from .costs import MeasuredCosts, Priors, StepCosts
 from .cuda_runner import make_runner
 from .devices import place, use_device
 from .errors import DagError, as_dag_error, shown
-from .memory import gib_of, num_pages
+from .host_tier import HostTier
+from .memory import gib_of, num_host_pages, num_pages, page_bytes
 from .models.linear import why_not_invariant
 from .models.registry import Model, model_class
 from .tokenizer import Tokenizer
+from .upcoming import Upcoming
 from .weights import Closing, DummySource, SafetensorsSource, WeightSource, stored_dtype
 
 log = logging.getLogger("dagengine")
@@ -193,13 +200,17 @@ def assemble(
     observer: Observer | None = None,
     adapter: ModelAdapter | None = None,
     clock: Callable[[], float] = time.monotonic,
+    transfer: Callable[[TorchArena], Transfer] | None = None,
+    costs: StepCosts | None = None,
 ) -> EngineCore:
     """Put an engine core around a loaded model.
 
     Args:
         identity: stands for the weights in the signature of every state.
         dtype, device: where the model is and in what; the configuration's own are for whoever loads one.
-        clock: seconds that only grow; the states' times to live are measured by it.
+        clock: seconds that only grow; the states' times to live are measured by it, and steps and transfers.
+        transfer: makes the host tier, in place of what `cpu_kv_gib` asks for.
+        costs: of loading and computing again; None: measured ones.
     """
     device = device or torch.device("cpu")
     _check_options(config, device, dtype, geometry)
@@ -229,6 +240,8 @@ def assemble(
         torch.cuda.empty_cache()
         memory = torch.cuda.mem_get_info(device)
     pages = num_pages(geometry, config, dtype, max_model_len, memory)
+    num_host = num_host_pages(geometry, config, dtype)
+    upcoming = Upcoming()
     try:
         arena = TorchArena(
             geometry.num_layers,
@@ -239,15 +252,46 @@ def assemble(
             dtype,
             device,
         )
-        # KV that was computed at other positions gives the same attention in other bits.
-        store = KVStore(
-            pages, config.page_size, clock=clock, reuse_across_positions=not config.batch_invariant
-        )
     except (MemoryError, RuntimeError):
         message = f"the memory does not hold {pages} KV pages of {config.page_size} tokens; ask for fewer"
         asked = [name for name in POOL_SIZES if getattr(given, name) is not None]
         automatic = "gpu_memory_utilization" if device.type == "cuda" else "kv_memory_gib"
         raise DagError("capacity", message, asked[0] if asked else automatic) from None
+    tier: HostTier | None = None
+    if transfer is not None or num_host:
+        size = page_bytes(geometry, config.page_size, dtype)
+        assert config.max_num_batched_tokens is not None
+        measured = MeasuredCosts(
+            config.page_size, config.max_num_batched_tokens, Priors.of(geometry, size, device.type)
+        )
+        made: Transfer
+        closing: tuple[Callable[[], None], ...] = ()
+        if transfer is not None:
+            made = transfer(arena)
+        else:
+            made = inner = _host_transfer(arena, num_host, device)
+            closing = (inner.close,)
+            if config.kv_directory is not None:
+                made = persistent = _persistent(inner, arena, config)
+                closing = persistent.close, inner.close
+        tier = HostTier(made, costs or measured, size, clock, closing)
+    try:
+        # KV that was computed at other positions gives the same attention in other bits.
+        store = KVStore(
+            pages,
+            config.page_size,
+            clock=clock,
+            eviction=config.eviction,
+            reuse_across_positions=not config.batch_invariant,
+            transfer="none" if tier is None else tier.transfer,
+            costs=None if tier is None else tier.costs,
+            next_use=upcoming,
+        )
+    except Exception as error:
+        found = as_dag_error(error)
+        raise DagError(found.code, found.message, "eviction") from None
+    if tier is not None and isinstance(tier.transfer, PersistentTransfer):
+        tier.recalls = Recalls(store, tier.transfer)
     log.info(
         "model %s, %s on %s, %d KV pages of %d tokens, at most %d positions, %d threads",
         geometry.architecture, dtype, device, pages, config.page_size, max_model_len, torch.get_num_threads(),
@@ -279,12 +323,54 @@ def assemble(
         eos_token_ids=eos_token_ids,
         tokenizer=tokenizer,
         observer=observer,
+        host_tier=tier,
+        upcoming=upcoming,
     )
     log.info(
         "attention backend %s (%s): %s",
         core.default_backend, core.attention.implementation, core.attention.reason,
     )  # fmt: skip
     return core
+
+
+def _host_transfer(arena: TorchArena, num_pages: int, device: torch.device) -> TorchTransfer:
+    """The transfer of `cpu_kv_gib`, its memory pinned if the device is a GPU. Raises DagError."""
+    begin = time.perf_counter()
+    try:
+        transfer = TorchTransfer(arena, num_pages)
+        if device.type == "cuda":
+            transfer.host.prepare(num_pages)
+    except Exception as error:
+        found = as_dag_error(error)
+        code = "unsupported" if found.code == "device_error" else "capacity"
+        message = (
+            f"{gib_of(num_pages * arena.page_bytes)} of host memory cannot be had for pages: {found.message}"
+        )
+        raise DagError(code, message, "cpu_kv_gib") from None
+    log.info(
+        "host tier of %d pages, %s, ready after %.1f s",
+        num_pages, gib_of(num_pages * arena.page_bytes), time.perf_counter() - begin,
+    )  # fmt: skip
+    return transfer
+
+
+def _persistent(inner: TorchTransfer, arena: TorchArena, config: EngineConfig) -> PersistentTransfer:
+    """The transfer that also keeps pages in `kv_directory`. Raises DagError."""
+    assert config.kv_directory is not None
+    num_bytes = int((config.kv_directory_gib or DEFAULT_KV_DIRECTORY_GIB) * 2**30)
+    layout = {"order": "layer, K and V, head, row", "page_size": str(config.page_size)}
+    try:
+        directory = PageDirectory(config.kv_directory, arena.page_bytes, num_bytes, layout=layout)
+    except OSError as error:
+        raise DagError("invalid_request", f"it cannot be used: {error}", "kv_directory") from None
+    except KVStoreError as error:
+        raise DagError("invalid_request", error.message, "kv_directory_gib") from None
+    try:
+        transfer = PersistentTransfer(inner, inner.host, directory)
+    except KVStoreError as error:
+        raise DagError("invalid_request", f"for a kv_directory: {error.message}", "cpu_kv_gib") from None
+    log.info("%d pages are kept in %s", directory.num_pages, config.kv_directory)
+    return transfer
 
 
 def signature(

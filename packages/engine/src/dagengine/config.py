@@ -20,6 +20,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 LOAD_FORMATS = ("auto", "dummy")
 DEFAULT_KV_MEMORY_GIB = 2.0
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+DEFAULT_KV_DIRECTORY_GIB = 64.0
 DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]{0,3}))?")
@@ -54,6 +55,13 @@ class EngineConfig:
         kv_memory_gib: size of the pool.
         gpu_memory_utilization: fraction of the card's memory, in (0, 1], that weights, pool and activations may
             take together with whatever else is on the card. Only on a GPU.
+        cpu_kv_gib: host memory for pages that leave the device, and come back from there; pinned if that is a GPU. With
+            0 there is none, and they are computed again.
+        kv_directory: a folder where pages that reach the host are kept beyond the engine's life, for engines of the
+            same model; needs `cpu_kv_gib`.
+        kv_directory_gib: most that it takes there; None: 64.
+        eviction: which states leave the device first: `lru`, `next_use` (those that requests will read last), or a
+            registered policy.
         enforce_eager: launch every kernel by itself; never capture and replay CUDA graphs. Nothing to choose on a CPU.
         batch_invariant: the same bits for a request in any batch, on a CPU in bfloat16 and on a GPU in bfloat16 or
             float16; refused where the kernels cannot promise it. Costs shared reads.
@@ -77,6 +85,10 @@ class EngineConfig:
     kv_pages: int | None = None
     kv_memory_gib: float | None = None
     gpu_memory_utilization: float | None = None
+    cpu_kv_gib: float = 0.0
+    kv_directory: str | None = None
+    kv_directory_gib: float | None = None
+    eviction: str = "lru"
     enforce_eager: bool = False
     batch_invariant: bool = False
     attention_backend: str = "auto"
@@ -105,6 +117,18 @@ class EngineConfig:
             )
         _below("kv_memory_gib", self.kv_memory_gib, 1e6, "a positive number of GiB")
         _below("gpu_memory_utilization", self.gpu_memory_utilization, 1.0, "a number above 0 and at most 1")
+        if self.cpu_kv_gib != 0 or isinstance(self.cpu_kv_gib, bool):
+            _below("cpu_kv_gib", self.cpu_kv_gib, 1e6, "0 or a positive number of GiB")
+        _below("kv_directory_gib", self.kv_directory_gib, 1e6, "a positive number of GiB")
+        if self.kv_directory is not None and (
+            not isinstance(self.kv_directory, str) or not self.kv_directory
+        ):
+            rule = f"kv_directory is the path of a folder, not {shown(self.kv_directory)}"
+            raise DagError("invalid_request", rule, "kv_directory")
+        for name, needed in (("kv_directory", self.cpu_kv_gib), ("kv_directory_gib", self.kv_directory)):
+            if getattr(self, name) is not None and not needed:
+                other = {"kv_directory": "cpu_kv_gib", "kv_directory_gib": "kv_directory"}[name]
+                raise DagError("invalid_request", f"{name} needs {other}", name)
         given = [name for name in POOL_SIZES if getattr(self, name) is not None]
         if len(given) > 1:
             rule = f"{given[1]} cannot be given beside {given[0]}: each of them sets the size of the pool"
@@ -113,7 +137,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 rule = f"{name} must be true or false, not {shown(getattr(self, name))}"
                 raise DagError("invalid_request", rule, name)
-        for name in ("attention_backend", "position_policy"):
+        for name in ("attention_backend", "position_policy", "eviction"):
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise DagError("invalid_request", f"{name} is a name, not {shown(value)}", name)

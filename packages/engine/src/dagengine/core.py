@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 
@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from dagengine_kernels import AttentionBackend
-from dagengine_kvstore import KVStore, KVStoreError, NodeRecord, Reposition
+from dagengine_kvstore import KVStore, KVStoreError, NodeRecord, Read, Reposition
 from dagengine_positions import ModelAdapter, ModelGeometry
 
 from .attention import choose_backend, make_backend
 from .config import EngineConfig
 from .errors import DagError, as_dag_error
+from .host_tier import HostTier
 from .host_time import HostTime
 from .pipeline import Launch, Pipeline
 from .prepare import Preparer, ResolvedRef
@@ -40,6 +41,7 @@ from .scheduler import Scheduler, work_ids
 from .sequence import Sequence
 from .stats import EngineStats
 from .tokenizer import Tokenizer
+from .upcoming import Upcoming
 from .work import Phase, Restore, Work
 
 log = logging.getLogger("dagengine")
@@ -54,6 +56,8 @@ class EngineCore:
     Args:
         tokenizer: None for models without text; then answers have empty text and stop strings are refused.
         observer: sees the logits of every sampled position; for tests and tools.
+        host_tier: the store's second tier, to be closed with the core.
+        upcoming: what the store's eviction policy asks who will read what.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class EngineCore:
         eos_token_ids: SequenceOf[int],
         tokenizer: Tokenizer | None,
         observer: Observer | None = None,
+        host_tier: HostTier | None = None,
+        upcoming: Upcoming | None = None,
     ) -> None:
         self.config, self.store, self.geometry = config, store, geometry
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
@@ -87,9 +93,20 @@ class EngineCore:
         self.overlap = runner.device.type == "cuda" if config.overlap is None else config.overlap
         self.preparer = Preparer(store, geometry, adapter, signature, max_model_len=max_model_len)
         self._work_ids = work_ids()
+        self._stats = EngineStats()
+        self.host_tier = host_tier
         self._scheduler = Scheduler(
-            store, config, self._work_ids, fail=self._fail_sequence, forget=self._forget
+            store,
+            config,
+            self._work_ids,
+            self._stats,
+            two_tiers=host_tier is not None,
+            recalls=host_tier and host_tier.recalls,
+            fail=self._fail_sequence,
+            forget=self._forget,
         )
+        self._upcoming = upcoming or Upcoming()
+        self._upcoming.readers = self._readers
         self._requests: dict[str, RunningRequest] = {}
         self._backends: dict[str, AttentionBackend] = {self.default_backend: self.attention.backend}
         self._arrivals = count()
@@ -99,7 +116,6 @@ class EngineCore:
         )
         if config.seed is None:
             self._seeds.seed()
-        self._stats = EngineStats()
         self._progressed = False
 
     def submit(self, request: Request) -> None:
@@ -221,6 +237,40 @@ class EngineCore:
         """End a handle; whoever reads the state keeps it. Raises DagError `state_not_found`, `state_released`."""
         try:
             self.store.release(state_id, salt=salt)
+        except Exception as error:
+            found = as_dag_error(error)
+            raise DagError(found.code, found.message, "state") from None
+
+    def offload_state(self, state_id: str, *, salt: str = "") -> None:
+        """Move a state's own pages to the host, as soon as nothing needs them on the device.
+
+        Raises: DagError `state_not_found`, `state_released`, `capacity` if the host has no room, `unsupported` without
+        a host tier.
+        """
+        self._upcoming.changed()
+        node, _ = self._resolve_state(state_id, salt)
+        try:
+            self.store.offload(node)
+        except Exception as error:
+            found = as_dag_error(error)
+            raise DagError(found.code, found.message, "state") from None
+
+    def prefetch_state(self, state_id: str, *, salt: str = "") -> None:
+        """Begin to load what the host has of a state and of what it passes on, as far as pages are unused.
+
+        Raises: DagError as `offload_state`, but for `capacity`.
+        """
+        node, at = self._resolve_state(state_id, salt)
+        passed = self.preparer.graph.node(node.uid).passed
+        reads = [Read(self.preparer.record(r.node), r.start, r.stop, 0) for r in passed]
+        self.store.prefetch([*reads, *([Read(node, 0, at, 0)] if at else [])])
+
+    def _resolve_state(self, state_id: str, salt: str) -> tuple[NodeRecord, int]:
+        if self.host_tier is None:
+            message = "there is no host tier; start the engine with cpu_kv_gib"
+            raise DagError("unsupported", message, "state")
+        try:
+            return self.store.resolve(state_id, salt)
         except Exception as error:
             found = as_dag_error(error)
             raise DagError(found.code, found.message, "state") from None
@@ -368,7 +418,7 @@ class EngineCore:
         """Launch one batch, collect the one before it (without `overlap` this one too), and return what happened since
         the last call. Errors of a batch end its requests only.
         """
-        self.store.expire()
+        self.pump()
         in_flight = self._pipeline.num_in_flight
         chunks = self._scheduler.schedule(in_flight=in_flight > 0)
         if chunks is None:
@@ -386,7 +436,33 @@ class EngineCore:
             self.preparer.forget_dropped()
         return self.take_events()
 
+    def pump(self) -> None:
+        """Move transfers on. `step` does it; where there is none to do, it is to be called while they are under way."""
+        self._upcoming.changed()
+        self.store.pump()
+        if self.host_tier is not None:
+            self._stats.offloads += self.host_tier.watch(self.store.events)
+            self._scheduler.finish_recalls()
+
+    def close(self) -> None:
+        """Wait for transfers and give the host's memory up. Nothing may be called afterwards but to look."""
+        if self.host_tier is not None:
+            self.host_tier.close()
+
+    def _readers(self) -> Iterator[Iterable[NodeRecord]]:
+        """What each piece of work reads, in the order in which they run."""
+        for work in (*self._scheduler.running, *self._scheduler.waiting):
+            reads = work.reads if isinstance(work, Sequence) else work.writer.node.reads
+            yield [read.node for read in reads]
+        for running in self._requests.values():
+            for target, _ in running.targets.values():
+                if isinstance(target.node, NodeRecord):
+                    passed = self.preparer.graph.node(target.node.uid).passed
+                    yield [target.node, *(self.preparer.record(r.node) for r in passed)]
+
     def _launch(self, chunks: list[Chunk]) -> None:
+        if self.host_tier is not None:
+            self.host_tier.begin_step(chunks)
         self._stats.step(len(chunks), sum(chunk.count for chunk in chunks))
         flight = self._pipeline.launch(chunks)
         self._stats.failed_steps += flight.failed
@@ -402,6 +478,8 @@ class EngineCore:
         """
         failures = self._stats.failed_steps
         flight, failed = self._pipeline.collect()
+        if self.host_tier is not None:
+            self.host_tier.end_step(failed=flight.failed)
         for launch in failed:
             assert launch.error is not None
             self._fail_chunks(launch.chunks, launch.error)

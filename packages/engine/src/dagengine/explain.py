@@ -131,8 +131,8 @@ def _spans(request: Request, own: int) -> NodeSpans:
 
 
 def _reused(core: EngineCore, request: Request, prepared: Prepared) -> int:
-    resident = sum(read.stop - read.start for read in prepared.reads if core.preparer.is_resident(read))
+    there = sum(read.stop - read.start for read in prepared.reads if core.preparer.is_there(read))
     try:
-        return resident + core.preparer.matching(request, prepared)
+        return there + core.preparer.matching(request, prepared)
     except Exception as error:
         raise as_dag_error(error, "context") from None

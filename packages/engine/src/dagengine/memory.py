@@ -11,10 +11,13 @@ The reserve is what a step needs beside weights and pages, for the largest step 
     20 R V                                          logits in float32, and as many copies as sampling sorts and sums
     4 T Hq (D + 1) N                                with `batch_invariant`: attention's partial sums, of N parts of 4096
                                                     tokens of `max_model_len`, where that is more than one
-    768 MiB                                         captured graphs, workspaces of libraries, attention's partial sums
+    768 MiB                                         captured graphs, workspaces of libraries, attention's partial sums,
+                                                    64 MiB of buffers for copies to and from a host tier
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 
@@ -86,6 +89,46 @@ def num_pages(
         )
         raise DagError("capacity", message, "gpu_memory_utilization")
     return min(left // size, enough)
+
+
+def num_host_pages(geometry: ModelGeometry, config: EngineConfig, dtype: torch.dtype) -> int:
+    """Pages of the host tier that `cpu_kv_gib` asks for; 0 if it is 0.
+
+    Raises:
+        DagError: naming `cpu_kv_gib`: `invalid_request` if it is too small for a page, `capacity` if the host has not
+            so much memory left.
+    """
+    asked = int(config.cpu_kv_gib * 2**30)
+    if not asked:
+        return 0
+    size = page_bytes(geometry, config.page_size, dtype)
+    if asked < size:
+        message = f"{config.cpu_kv_gib:g} GiB hold no KV page, which takes {size} bytes"
+        raise DagError("invalid_request", message, "cpu_kv_gib")
+    left = host_memory_left()
+    if left is not None and asked > left:
+        message = f"{gib_of(asked)} are asked for, and the host has {gib_of(left)} left"
+        raise DagError("capacity", message, "cpu_kv_gib")
+    return asked // size
+
+
+def host_memory_left(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Bytes of memory that this process may still take, by Linux' own account; None where there is none."""
+    left: list[int] = []
+    try:
+        found = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        left.append(int(found["MemAvailable"].split()[0]) << 10)
+    except (OSError, ValueError, KeyError):
+        pass
+    try:
+        most = (cgroup / "memory.max").read_text().strip()
+        if most != "max":
+            left.append(int(most) - int((cgroup / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return max(0, min(left)) if left else None
 
 
 def gib_of(num_bytes: int) -> str:

@@ -260,12 +260,16 @@ class Preparer:
     def resolve_planned(self, node: PlannedNode, ref: ContextRef) -> ResolvedRef:
         return ResolvedRef(node, ref.at, ref)
 
-    def is_resident(self, read: Read) -> bool:
-        """Whether all pages of a read are there now."""
+    def record(self, uid: object) -> NodeRecord:
+        """The store's node of a live number in the graph."""
+        return self._records[uid]
+
+    def is_there(self, read: Read) -> bool:
+        """Whether all pages of a read are on the device now, or on the host."""
         try:
             self._store.lease([read]).release()
-        except NotResident:
-            return False
+        except NotResident as missing:
+            return not missing.nowhere
         return True
 
     def matching(self, request: Request, prepared: Prepared) -> int:

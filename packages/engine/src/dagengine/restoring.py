@@ -1,7 +1,8 @@
 """Bringing the evicted context of one waiting sequence back, one node at a time, deepest first.
 
 Knows nodes, leases and the writers that compute nodes again; the scheduler says when, and finds the pages. What is
-resident of what the owner or a node on the way reads stays leased until the owner runs.
+resident of what the owner or a node on the way reads stays leased until the owner runs. What the host has of that is
+named in `to_load`, and the rest waits until it came: computing may read it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence as SequenceOf
 
 from dagengine_kvstore import KVStore, Lease, NodeRecord, NotResident, Read, RestoreWriter
 
+from .loading import Loading
 from .prepare import context_extents
 from .sequence import Sequence
 from .work import Phase, Restore
@@ -23,12 +25,14 @@ class Restoring:
     Attributes:
         owner: on whose behalf.
         job: the restore that runs now.
+        to_load: reads to be loaded from the host before anything else, as `next` found.
     """
 
-    def __init__(self, store: KVStore, owner: Sequence) -> None:
+    def __init__(self, store: KVStore, loading: Loading, owner: Sequence) -> None:
         self.owner = owner
         self.job: Restore | None = None
-        self._store = store
+        self.to_load: list[Read] = []
+        self._store, self._loading = store, loading
         # Nodes still to be computed, each needed by the one below it. Their writers hold what they read: of what a
         # sealed node digested nothing else may.
         self._stack: list[RestoreWriter] = []
@@ -36,12 +40,14 @@ class Restoring:
         self._times: Counter[int] = Counter()
 
     def next(self) -> RestoreWriter | None:
-        """The node to compute now: all that it reads is leased. None once the owner's own reads are."""
+        """The node to compute now: all that it reads is leased. None once the owner's own reads are, and while there is
+        something `to_load`.
+        """
         while True:
             writer = self._stack[-1] if self._stack else None
-            missing = self._hold(writer.node.reads if writer else self.owner.reads)
-            if not missing:
-                return writer
+            missing = self._hold(self.reads)
+            if not missing or self.to_load:
+                return None if self.to_load else writer
             self._stack.append(self._store.restore(missing[0]))
 
     def make_job(self, writer: RestoreWriter, work_id: int) -> Restore:
@@ -67,19 +73,27 @@ class Restoring:
     def finish_job(self) -> None:
         """The node of the job is resident again, and stays so for whoever needs it here."""
         assert self.job is not None and self._stack[-1] is self.job.writer
-        self._times[self._stack.pop().finish().uid] += 1
+        node = self._stack.pop().finish()
+        self._times[node.uid] += 1
         self.owner.restored += len(self.job.tokens) - self.job.found
         self.job = None
+        self.owner.awaited.pop(node.uid, None)
         self._release_unneeded()
-        self._hold(self._stack[-1].node.reads if self._stack else self.owner.reads)
+        self._hold(self.reads)
 
-    def spare(self, node: NodeRecord) -> bool:
-        """Let go of what is only kept for later, since restoring `node` needs the pages; it is brought back then.
+    @property
+    def reads(self) -> SequenceOf[Read]:
+        """What must be resident next: what the node on top reads, or the owner."""
+        return self._stack[-1].node.reads if self._stack else self.owner.reads
+
+    def spare(self, node: NodeRecord | None) -> bool:
+        """Let go of what is only kept for later, since restoring `node`, or loading `reads`, needs the pages; it is
+        brought back then.
 
         Otherwise a request could run or not depending on what happened to be resident. Returns whether there was any;
         what was brought back too often is kept, so that this comes to an end.
         """
-        needed = {_key(read) for read in node.reads}
+        needed = {_key(read) for read in self.reads}
         spared = [k for k in self._leases if k not in needed and self._times[k[0]] < MOST_RESTORES]
         for key in spared:
             self._leases.pop(key).release()
@@ -96,15 +110,18 @@ class Restoring:
             lease.release()
 
     def _hold(self, reads: SequenceOf[Read]) -> list[NodeRecord]:
-        """Lease what is resident of `reads`; return the nodes that are not."""
+        """Lease what is resident of `reads`; return the nodes to be computed again, and find what is `to_load`."""
         missing: list[NodeRecord] = []
+        self.to_load = []
         for read in reads:
             if _key(read) in self._leases:
                 continue
             try:
                 self._leases[_key(read)] = self._store.lease([read])
             except NotResident as error:
-                missing += error.nodes
+                loaded, computed = self._loading.divide(self.owner, [read], error)
+                self.to_load += loaded
+                missing += computed
         return missing
 
     def _release_unneeded(self) -> None:

@@ -4,7 +4,12 @@ Pure Python over the store's bookkeeping; no tensors. The order is (priority, ar
 from work that comes after it, so the first in order always progresses.
 
     waiting ──lease, match, reserve──► running ──preempted──► waiting
-       └── evicted context: restored one node at a time, for the first in the queue only; what it reads stays leased
+       │                                └─► sealed
+       └── evicted context: what the host has is loaded, then the rest is restored one node at a time, for the first in
+           the queue only; what it reads stays leased. Others prefetch into unused pages
+
+Where pages are short because they are being stored on the host, and those that come suffice, everybody waits for them:
+nobody is preempted, and nothing fails while a transfer may still bring pages.
 
 A step may be in flight while the next one is chosen. Then nobody loses pages: whoever would have to is left alone,
 and `schedule` asks for that step to be collected first. So a preempted sequence has no token pending and no row in
@@ -25,16 +30,21 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from itertools import chain, count
 
-from dagengine_kvstore import KVStore, NotResident, OutOfPages, RestoreWriter, Writer
+from dagengine_kvstore import KVStore, Lease, NotResident, OutOfPages, Read, RestoreWriter, Writer
+from dagengine_kvstore.recall import Recalls
 
 from .config import EngineConfig
 from .errors import DagError
+from .loading import Loading
 from .prepare import context_extents
+from .recalling import Recalling
 from .restoring import Restoring
 from .runner import Chunk
 from .sequence import Sequence
+from .stats import EngineStats
 from .work import Phase, Restore, Work
 
 LONG_STEPS = 4
@@ -50,6 +60,8 @@ class Scheduler:
     Args:
         fail: called with a sequence that can never run and the reason.
         forget: called with work that lost its pages or its lease, so that others drop what they cached of it.
+        two_tiers: whether the store has a host tier.
+        recalls: brings pages of inputs that outlived an engine; they are looked for once, before an input is computed.
     """
 
     def __init__(
@@ -57,7 +69,10 @@ class Scheduler:
         store: KVStore,
         config: EngineConfig,
         work_ids: Iterator[int],
+        stats: EngineStats,
         *,
+        two_tiers: bool,
+        recalls: Recalls | None,
         fail: Callable[[Sequence, DagError], None],
         forget: Callable[[Work], None],
     ) -> None:
@@ -68,6 +83,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_restores = 0
         self._restoring: Restoring | None = None
+        self._loading = Loading(store, stats)
+        self._two_tiers, self._recalling = two_tiers, Recalling(recalls)
         self._chunks: dict[int, tuple[Work, int]] = {}
         self._decoding: list[int] = []
         self._in_flight = False
@@ -79,6 +96,8 @@ class Scheduler:
         """Take a sequence out of the queues and let go of what it reads. Its writer is the caller's to end."""
         if self._restoring is not None and self._restoring.owner is sequence:
             self._end_restoring()
+        if self._loading.owner is sequence:
+            self._loading.end()
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         if sequence in self.running:
@@ -130,6 +149,8 @@ class Scheduler:
             if admitted is None:
                 break
             budget -= admitted
+        if self._two_tiers and self.waiting:
+            self._loading.prefetch(self.waiting, spare=len(self.running))
         self._spend(budget)
         if short or ids != self._decoding:
             self._reserve_ahead(decoding)
@@ -200,25 +221,26 @@ class Scheduler:
             return None
         if sequence.prepare_began is None:
             sequence.prepare_began = time.perf_counter()
-        try:
-            lease = self._store.lease(sequence.reads)
-        except NotResident:
-            self._restore_for(sequence)
+        if self._loading.owner not in (None, sequence):
+            self._loading.end()
+        if sequence.recall:
             return None
-        sequence.lease = lease
-        tokens = sequence.tokens
-        if sequence.wants_logits:
-            matched = sequence.writer.match(tokens[:-1], whole=False)  # type: ignore[union-attr]
-        else:
-            matched = sequence.writer.match(tokens, whole=True)  # type: ignore[union-attr]
-        sequence.computed = matched
-        if self._restoring is not None and self._restoring.owner is sequence:
-            self._end_restoring()
+        if sequence.lease is None:
+            sequence.lease = self._lease(sequence)
+            if sequence.lease is None:
+                return None
+            self._match(sequence)
+            if self._restoring is not None and self._restoring.owner is sequence:
+                self._end_restoring()
+            self._loading.end()
+            if self._recalling.start(sequence):
+                return None
+        lease = sequence.lease
         if not self._reserve_waiting(sequence):
             return None
         sequence.context = context_extents(sequence.reads, lease)
         if sequence.matched is None:
-            sequence.matched = min(matched, sequence.num_input)
+            sequence.matched = min(sequence.computed, sequence.num_input)
         self.waiting.remove(sequence)
         sequence.phase = Phase.RUNNING
         insort(self.running, sequence, key=lambda w: w.order)
@@ -229,19 +251,61 @@ class Scheduler:
             self._chunks[sequence.id] = (sequence, size)
         return size
 
-    def _reserve_waiting(self, sequence: Sequence) -> bool:
-        try:
-            self._take(sequence.writer, sequence.remaining)
-        except OutOfPages:
+    def _match(self, sequence: Sequence) -> None:
+        """Take over what equal work left of the tokens to be computed."""
+        tokens = sequence.tokens
+        if sequence.wants_logits:
+            sequence.computed = sequence.writer.match(tokens[:-1], whole=False)  # type: ignore[union-attr]
+        else:
+            sequence.computed = sequence.writer.match(tokens, whole=True)  # type: ignore[union-attr]
+
+    def finish_recalls(self) -> None:
+        """Take over what came from a directory since the last call."""
+        self._recalling.finish(self.waiting)
+
+    def _end_recalls(self) -> bool:
+        """Running work needs the pages of waiting ones that were, or are, recalled: those compute. Returns whether
+        there were any.
+        """
+        ended = [sequence for sequence in self.waiting if sequence.recall or sequence.lease is not None]
+        for sequence in ended:
+            sequence.recall = False
             sequence.writer.rollback()  # type: ignore[union-attr]
             sequence.restart()
             self._let_go(sequence)
-            if self._in_flight and self.running and self._restoring is None:
+        return bool(ended)
+
+    @property
+    def _brings(self) -> bool:
+        """Whether copies under way may still make pages available."""
+        return self._store.num_in_flight > 0 or self._recalling.is_under_way
+
+    def _lease(self, sequence: Sequence) -> Lease | None:
+        """A lease on what a waiting sequence reads; None if that has to be brought back first."""
+        try:
+            return self._store.lease(sequence.reads)
+        except NotResident as missing:
+            if not self._bring_back(sequence, missing):
+                return None
+        try:
+            return self._store.lease(sequence.reads)
+        except NotResident:
+            return None
+
+    def _reserve_waiting(self, sequence: Sequence) -> bool:
+        try:
+            self._take(sequence.writer, sequence.remaining)
+        except OutOfPages as short:
+            comes = self._comes_by_itself(short, sequence.writer.node.reads)
+            sequence.writer.rollback()  # type: ignore[union-attr]
+            sequence.restart()
+            self._let_go(sequence)
+            if comes or (self._in_flight and self.running and self._restoring is None):
                 return False  # what the steps in flight hold comes back by itself
             self._settle()
             if self._restoring is not None:
                 self._end_restoring()
-            elif not self.running:
+            elif not self.running and not self._end_recalls() and not self._brings:
                 self._fail(sequence, _never_fits(sequence))
             return False
         return True
@@ -251,11 +315,17 @@ class Scheduler:
         while True:
             try:
                 self._take(work.writer, size)
-            except OutOfPages:
+            except OutOfPages as short:
+                if self._loading.end() or self._end_recalls():
+                    continue
+                if self._comes_by_itself(short, work.writer.node.reads):
+                    return False
                 self._settle()
                 victims = [w for w in self.running if w.order > work.order or w is work]
                 victim = victims[-1] if victims else work
                 if victim is work and len(self.running) == 1 and self._restoring is None:
+                    if self._brings:
+                        return False
                     assert isinstance(work, Sequence)
                     self._fail(work, _never_fits(work))
                     return False
@@ -267,6 +337,12 @@ class Scheduler:
                     return False
             else:
                 return True
+
+    def _comes_by_itself(self, short: OutOfPages, reads: SequenceOf[Read]) -> bool:
+        """Whether stores under way bring the pages that somebody is short of, who reads `reads`."""
+        if not short.moving:
+            return False
+        return short.needed <= short.moving + short.waiting + self._store.available(reads=reads)
 
     def _settle(self) -> None:
         """From here on pages change hands, which has to wait for a step in flight. Raises _Unsettled."""
@@ -288,27 +364,73 @@ class Scheduler:
         self._let_go(work)
         self.add(work)
 
-    def _restore_for(self, owner: Sequence) -> None:
-        """Bring evicted context back, as far as it goes now."""
+    def _bring_back(self, owner: Sequence, missing: NotResident) -> bool:
+        """Load what the host has of what a waiting sequence reads; once that is there, restore the rest.
+
+        Returns: whether what was to be loaded turned out to be there still.
+        """
         if self._restoring is not None and self._restoring.owner is not owner:
             self._end_restoring()
+        reads, _ = self._loading.divide(owner, owner.reads, missing)
+        if reads and self._restoring is None:
+            return self._load(owner, owner.reads, reads)
+        self._restore_for(owner)
+        return False
+
+    def _load(self, owner: Sequence, kept: SequenceOf[Read], reads: SequenceOf[Read]) -> bool:
+        """Start to load `reads`, or go on, beside `kept`: as `_start_restore`, but it waits for work before it.
+
+        Returns: whether all of it is there.
+        """
+        while True:
+            try:
+                return not self._loading.load(owner, reads)
+            except OutOfPages as short:
+                if self._comes_by_itself(short, kept):
+                    return False
+                later = [w for w in self.running if w.order > owner.order]
+                if self.running and not later:
+                    return False
+                self._settle()
+                if later:
+                    self._preempt(later[-1])
+                elif self._restoring is None or not self._restoring.spare(None):
+                    self._give_up(owner)
+                    return False
+
+    def _give_up(self, owner: Sequence) -> None:
+        """Nothing runs, and there are no pages to bring back what `owner` reads."""
+        if not self._end_recalls() and not self._brings:
+            self._end_restoring()
+            self._loading.end()
+            self._fail(owner, _never_fits(owner))
+
+    def _restore_for(self, owner: Sequence) -> None:
+        """Bring evicted context back, as far as it goes now."""
         if self._restoring is None:
-            self._restoring = Restoring(self._store, owner)
+            self._restoring = Restoring(self._store, self._loading, owner)
         state = self._restoring
         if state.job is not None:
             return
         while (writer := state.next()) is not None:
             if self._start_restore(state, writer) or self._restoring is not state:
                 return
+        if state.to_load:
+            self._load(owner, state.reads, state.to_load)
 
     def _start_restore(self, state: Restoring, writer: RestoreWriter) -> bool:
-        """Whether it runs now. If not it is complete already, or there are no pages and restoring has ended."""
+        """Whether it runs now, or waits for transfers. If not it is complete already, or there are no pages and
+        restoring has ended.
+        """
         job = state.make_job(writer, next(self._work_ids))
         assert job.lease is not None
         while True:
             try:
                 self._take(writer, job.remaining)
-            except OutOfPages:
+            except OutOfPages as short:
+                if self._comes_by_itself(short, writer.node.reads):
+                    job.lease.release()
+                    return True
                 if self._in_flight:
                     job.lease.release()
                     raise _Unsettled from None
@@ -319,10 +441,10 @@ class Scheduler:
                 if not self.running and state.spare(writer.node):
                     continue
                 job.lease.release()
-                owner = state.owner
-                self._end_restoring()
                 if not self.running:
-                    self._fail(owner, _never_fits(owner))
+                    self._give_up(state.owner)
+                    return True
+                self._end_restoring()
                 return False
             break
         state.job = job

@@ -34,6 +34,11 @@ class Sequence(Work):
         reads: laid-out runs of the context, as the store leases them.
         max_tokens: resolved limit of sampled tokens (0 for a node that samples nothing).
         after: another answer of the same request whose prefill this one waits for, to share its pages.
+        reload: by node, whether what the host has of it is loaded for this answer, or computed again.
+        awaited: by node, page indices that came from the host, or were to come, before this answer ran.
+        recall: whether pages of its input are on their way from a directory; None: it was not looked there yet.
+        recalled: tokens that came from there.
+        prefetch_pages: unused pages without which prefetching is not tried; None: it is not tried any more.
     """
 
     request: Request = None  # type: ignore[assignment]
@@ -51,6 +56,11 @@ class Sequence(Work):
     seen: list[int] = field(default_factory=list)
     matched: int | None = None
     restored: int = 0
+    reload: dict[int, bool] = field(default_factory=dict)
+    awaited: dict[int, set[int]] = field(default_factory=dict)
+    prefetch_pages: int | None = 0
+    recall: bool | None = None
+    recalled: int = 0
     emitted: int = 0
     num_returned: int = 0
     finish_reason: str | None = None
@@ -198,6 +208,15 @@ class Sequence(Work):
             spans["turn"] = (self.request.turn_start, end)
         return spans
 
+    def num_reloaded(self) -> int:
+        """Tokens of its reads, in pages that came from the host for it, and of its input, from a directory."""
+        size = self.writer.page_size
+        return min(self.recalled, self.matched or 0) + sum(
+            max(0, min(read.stop, (i + 1) * size) - max(read.start, i * size))
+            for read in self.reads
+            for i in self.awaited.get(read.node.uid, ())
+        )
+
     def choice(
         self,
         prepared: Prepared,
@@ -234,7 +253,7 @@ class Sequence(Work):
                 input=self.num_input,
                 reused=max(0, self.num_visible - self.restored) + matched,
                 computed=self.num_input - matched + self.restored,
-                reloaded=0,
+                reloaded=self.num_reloaded(),
                 policy=self.request.position,
                 own_start=self.own_start,
                 record={

@@ -79,6 +79,20 @@ class State:
         moved = self._engine.ask(lambda core: core.reposition(self.id, start, copy=copy))
         return State(self._engine, moved, self.spans)
 
+    def offload(self) -> None:
+        """Move its pages to the host as soon as nothing needs them on the device; reading it brings them back.
+
+        Raises: DagError `unsupported` without a host tier, `capacity` if the host has no room.
+        """
+        self._engine.ask(lambda core: core.offload_state(self.id))
+
+    def prefetch(self) -> None:
+        """Begin to bring back what was offloaded of it and of what it passes on, as far as pages are unused.
+
+        Raises: DagError `unsupported` without a host tier.
+        """
+        self._engine.ask(lambda core: core.prefetch_state(self.id))
+
     def release(self) -> None:
         """Let go of the state; whatever reads it keeps what it reads. Releasing twice is no error."""
         self._finalizer()

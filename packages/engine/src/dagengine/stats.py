@@ -18,6 +18,11 @@ class EngineStats:
         finished: requests by finish reason, or by error code.
         timings: of answers that finished and that nobody has drained yet (at most 4,096 are kept).
         failed_steps: failed steps in a row.
+        reloaded_tokens: read by finished answers that waited for them to come from the host.
+        reloads_chosen, recomputes_chosen: how often what the host had of a node was loaded for somebody who read it, or
+            computed again since that cost less.
+        prefetches: loads for sequences that waited for their turn.
+        offloads: states that were asked to leave the device, and did.
     """
 
     steps: int = 0
@@ -26,6 +31,11 @@ class EngineStats:
     prompt_tokens: int = 0
     reused_tokens: int = 0
     restored_tokens: int = 0
+    reloaded_tokens: int = 0
+    reloads_chosen: int = 0
+    recomputes_chosen: int = 0
+    prefetches: int = 0
+    offloads: int = 0
     non_finite: int = 0
     failed_steps: int = 0
     last_batch: int = 0
@@ -44,4 +54,5 @@ class EngineStats:
             self.finished[choice.finish_reason] += 1
             self.prompt_tokens += choice.dag.visible + choice.dag.input
             self.reused_tokens += choice.dag.reused
+            self.reloaded_tokens += choice.dag.reloaded
             self.timings.append(choice.dag.timing)

@@ -29,6 +29,7 @@ class StoreStats:
     handles: int
     states: int  # sealed nodes that something holds
     states_resident: int  # wholly on the device
+    states_on_host: int  # not wholly on the device; what is missing, the host has, or it is on its way
     tokens_written: int  # counter: committed by writers
     tokens_reused: int  # counter: matched instead
     tokens_recalled: int  # counter: brought from a persistent tier instead

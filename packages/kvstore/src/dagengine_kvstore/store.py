@@ -385,6 +385,11 @@ class KVStore:
         """
         return self._pressure.load(self._reads_of(what), demand=False)
 
+    def unclaim(self, reads: Iterable[Read]) -> None:
+        """Undo the protection that `load` gave to what some reads read: who asked for it gives way, or is gone."""
+        for read in reads:
+            self._claims.end(read.node, self._books.holds.page_range(read.start, read.stop))
+
     def wants_reload(self, node: NodeRecord) -> bool:
         """Whether what the host has of a node is to be loaded rather than computed again; False if it has nothing."""
         return self._pressure.wants_reload(node)
@@ -492,7 +497,7 @@ class KVStore:
         owners = Counter(page for node in nodes for page in node.pages if page is not None)
         for writer in (*books.writers.values(), *books.restores.values()):
             owners.update(writer.pages)
-        states = [node for node in nodes if node.sealed and node.held]
+        tiers = Counter(self.tier(node) for node in nodes if node.sealed and node.held)
         return StoreStats(
             pages_total=pool.num_pages,
             pages_free=pool.num_free,
@@ -506,8 +511,9 @@ class KVStore:
             restores=len(books.restores),
             leases=len(books.leases),
             handles=len(books.handles),
-            states=len(states),
-            states_resident=sum(self.tier(node) in (Tier.DEVICE, Tier.STORING) for node in states),
+            states=tiers.total(),
+            states_resident=tiers[Tier.DEVICE] + tiers[Tier.STORING],
+            states_on_host=tiers[Tier.HOST] + tiers[Tier.LOADING],
             tokens_written=books.tokens_written,
             tokens_reused=books.tokens_reused,
             tokens_recalled=books.tokens_recalled,

@@ -51,12 +51,23 @@ class Snapshot:
     page_size: int
     states: Mapping[str, int]
     deduplicated_tokens: int
+    host_pages: Mapping[str, int]
+    tickets: Mapping[str, int]
+    transfers: Mapping[tuple[str, str], int]
+    transfer_bytes: Mapping[str, int]
+    completions: Mapping[str, int]
+    decisions: Mapping[str, int]
+    reloaded_tokens: int
+    offloads: int
+    prefetches: int
+    host_evictions: int
     temp_bytes: Mapping[str, int]
 
 
 def take_snapshot(core: EngineCore) -> Snapshot:
     """Read everything. Runs on the engine's thread."""
     stats, store = core.stats, core.store.stats()
+    page_bytes = 0 if core.host_tier is None else core.host_tier.page_bytes
     return Snapshot(
         running=core.num_running,
         waiting=core.num_waiting,
@@ -75,12 +86,41 @@ def take_snapshot(core: EngineCore) -> Snapshot:
             "cached": store.pages_cached,
             "live": store.pages_live,
             "waiting": store.pages_waiting,
+            "moving": store.pages_moving,
         },
         pages_total=store.pages_total,
         pages_shared=store.pages_shared,
         page_size=core.store.page_size,
-        states={"device": store.states_resident, "nowhere": store.states - store.states_resident},
+        states={
+            "device": store.states_resident,
+            "host": store.states_on_host,
+            "nowhere": store.states - store.states_resident - store.states_on_host,
+        },
         deduplicated_tokens=store.tokens_reused,
+        host_pages={"free": store.host_free, "live": store.host_live, "moving": store.host_moving},
+        tickets={"in_flight": store.tickets_in_flight, "lost": store.tickets_lost},
+        transfers={
+            ("store", "started"): store.stores,
+            ("store", "failed"): store.stores_failed,
+            ("store", "lost"): store.stores_lost,
+            ("load", "started"): store.loads,
+            ("load", "failed"): store.loads_failed,
+            ("load", "lost"): store.loads_lost,
+        },
+        transfer_bytes={
+            "store": store.pages_stored * page_bytes,
+            "load": store.pages_loaded * page_bytes,
+        },
+        completions={
+            "late": store.completions_late,
+            "duplicate": store.completions_duplicate,
+            "unknown": store.completions_unknown,
+        },
+        decisions={"reload": stats.reloads_chosen, "recompute": stats.recomputes_chosen},
+        reloaded_tokens=stats.reloaded_tokens,
+        offloads=stats.offloads,
+        prefetches=stats.prefetches,
+        host_evictions=store.host_evictions,
         temp_bytes=core.temp_bytes(),
     )
 
@@ -187,9 +227,13 @@ class _Snapshots(Collector):
         yield _gauge("kv_pages_shared", "Live pages that several nodes refer to.", now.pages_shared)
         yield _gauge("dag_shared_tokens", "Room for tokens in these pages.", now.pages_shared * now.page_size)
         yield _gauge("deferred_free_pages", "Freed pages that wait for a step to end.", now.pages["waiting"])
+        pages = {("device", k): v for k, v in now.pages.items()}
+        pages |= {("host", k): v for k, v in now.host_pages.items()}
+        yield _labelled("kv_pages", "KV pages.", ("tier", "status"), pages)
         yield _labelled(
-            "kv_pages", "KV pages.", ("tier", "status"), {("device", k): v for k, v in now.pages.items()}
-        )
+            "kv_tickets", "Copies between the tiers that have not ended.", ("status",),
+            {(k,): v for k, v in now.tickets.items()},
+        )  # fmt: skip
         yield _labelled("dag_states", "States.", ("tier",), {(k,): v for k, v in now.states.items()})
         yield _labelled(
             "temp_buffer_bytes", "Peak temporary bytes of a backend.", ("backend",),
@@ -210,10 +254,25 @@ class _Snapshots(Collector):
             ("iteration_tokens", "Tokens computed in all steps.", now.batched_tokens),
             ("engine_steps", "Steps.", now.steps),
             ("non_finite_logits", "Answers that ended for want of finite logits.", now.non_finite),
-            ("state_evictions", "Nodes whose pages were dropped.", now.evictions),
+            ("state_evictions", "Nodes whose pages left the device.", now.evictions),
+            ("host_evictions", "Nodes whose pages left the host.", now.host_evictions),
+            (
+                "reloaded_tokens",
+                "Tokens read that came from the host for their readers.",
+                now.reloaded_tokens,
+            ),
+            ("state_offloads", "States that left the device since somebody asked for it.", now.offloads),
+            ("prefetches", "Loads for sequences that waited.", now.prefetches),
         )
         for name, text, value in counters:
             yield CounterMetricFamily(f"dagengine_{name}", text, value=value)
+        yield _counted("kv_transfers", "Copies between the tiers.", ("dir", "status"), now.transfers)
+        moved = {(k,): v for k, v in now.transfer_bytes.items()}
+        yield _counted("kv_transfer_bytes", "Bytes that arrived in the other tier.", ("dir",), moved)
+        odd = {(k,): v for k, v in now.completions.items()}
+        yield _counted("kv_odd_completions", "Ends of copies that nobody waited for.", ("kind",), odd)
+        chosen = {(k,): v for k, v in now.decisions.items()}
+        yield _counted("kv_bring_back", "How what was on the host was brought back.", ("how",), chosen)
         finished = CounterMetricFamily(
             "dagengine_request_success", "Answers that finished.", labels=("finished_reason",)
         )
@@ -225,6 +284,15 @@ class _Snapshots(Collector):
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"dagengine_{name}", text, value=value)
+
+
+def _counted(
+    name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"dagengine_{name}", text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
 
 
 def _labelled(

@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 from .protocol import BODIES
 
 REF = "#/components/schemas/"
+OPTIONAL = ("RetainBody", "MoveBody")
 ERROR: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -87,7 +88,7 @@ def _completed(schema: dict[str, Any]) -> dict[str, Any]:
             body = operation.pop("x-body", None)
             if body is not None:
                 content = {"application/json": {"schema": {"$ref": REF + body}}}
-                operation["requestBody"] = {"required": body != "RetainBody", "content": content}
+                operation["requestBody"] = {"required": body not in OPTIONAL, "content": content}
             responses = operation["responses"]
             responses.pop("422", None)
             responses["default"] = {

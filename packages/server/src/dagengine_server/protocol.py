@@ -235,6 +235,12 @@ class RetainBody(Strict):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
 
+class MoveBody(Strict):
+    """`POST /v1/states/{id}/offload` and `/prefetch`."""
+
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+
+
 class TokenizeBody(Strict):
     """`POST /tokenize`: either `prompt` or `messages`."""
 
@@ -254,5 +260,5 @@ class DetokenizeBody(Strict):
 
 
 BODIES: tuple[type[BaseModel], ...] = (
-    ChatBody, CompletionBody, StateBody, ForkBody, RetainBody, TokenizeBody, DetokenizeBody, Message,
+    ChatBody, CompletionBody, StateBody, ForkBody, RetainBody, MoveBody, TokenizeBody, DetokenizeBody, Message,
 )  # fmt: skip

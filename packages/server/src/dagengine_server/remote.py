@@ -73,6 +73,20 @@ class State:
         """Hold it for `ttl_s` seconds from now, or until it is released."""
         self._client.post(f"{self._path}/retain", {"ttl_s": ttl_s, "cache_salt": self._client.cache_salt})
 
+    def offload(self) -> None:
+        """Move its pages to the host as soon as nothing needs them on the device; reading it brings them back.
+
+        Raises: DagError `unsupported` without a host tier, `capacity` if the host has no room.
+        """
+        self._client.post(f"{self._path}/offload", {"cache_salt": self._client.cache_salt})
+
+    def prefetch(self) -> None:
+        """Begin to bring back what was offloaded of it and of what it passes on, as far as pages are unused.
+
+        Raises: DagError `unsupported` without a host tier.
+        """
+        self._client.post(f"{self._path}/prefetch", {"cache_salt": self._client.cache_salt})
+
     def describe(self) -> dict[str, Any]:
         """Tokens, pages, tier, readers, signature, layout."""
         return self._client.get(self._path, self._client.salted())

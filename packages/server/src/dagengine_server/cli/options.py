@@ -40,6 +40,10 @@ ENGINE_FIELDS = (
     "kv_pages",
     "kv_memory_gib",
     "gpu_memory_utilization",
+    "cpu_kv_gib",
+    "kv_directory",
+    "kv_directory_gib",
+    "eviction",
     "enforce_eager",
     "overlap",
     "batch_invariant",
@@ -190,6 +194,15 @@ GpuMemoryUtilization = Annotated[
     float | None,
     typer.Option(help="fraction of the GPU's memory for weights, pool and a step's own  [default: 0.9]"),
 ]
+CpuKvGib = Annotated[
+    float, typer.Option(help="host memory for KV pages that leave the device; 0: they are computed again")
+]
+KvDirectory = Annotated[
+    str | None,
+    typer.Option(help="a folder that keeps KV pages of the host beyond this run; needs --cpu-kv-gib"),
+]
+KvDirectoryGib = Annotated[float | None, typer.Option(help="most that --kv-directory takes  [default: 64]")]
+Eviction = Annotated[str, typer.Option(help="which states leave the device first", metavar="{lru,next_use}")]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="never capture CUDA graphs")]
 Overlap = Annotated[
     bool | None,

@@ -1,8 +1,8 @@
-"""`/v1/states`: compute an input and keep it, look at what is kept, cut, hold, release."""
+"""`/v1/states`: compute an input and keep it, look at what is kept, cut, hold, move between tiers, release."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Query, Request
@@ -16,7 +16,7 @@ from dagengine.inputs import parse_keep
 from ..answers import dag_object, usage
 from ..errors import renamed
 from ..parsing import check_messages, parse_body, plain_messages, read_json
-from ..protocol import ForkBody, RetainBody, StateBody
+from ..protocol import ForkBody, MoveBody, RetainBody, StateBody
 from ..service import Service
 from .common import DAG_FIELDS, engine_request, id_of, json_response, off_loop, run_all, service_of, tenant_of
 
@@ -140,6 +140,30 @@ async def retain_state(request: Request, state_id: str) -> Response:
     return json_response(await service_of(request).call(retain))
 
 
+@router.post("/{state_id}/offload", status_code=202, openapi_extra={"x-body": "MoveBody"})
+async def offload_state(request: Request, state_id: str) -> Response:
+    """Move a state's pages to the host: accepted also while it is in use, and done as soon as it is not."""
+    return await _move(request, state_id, EngineCore.offload_state)
+
+
+@router.post("/{state_id}/prefetch", status_code=202, openapi_extra={"x-body": "MoveBody"})
+async def prefetch_state(request: Request, state_id: str) -> Response:
+    """Begin to bring a state, and what it passes on, back to the device, as far as pages are unused there."""
+    return await _move(request, state_id, EngineCore.prefetch_state)
+
+
+async def _move(request: Request, state_id: str, move: Callable[..., None]) -> Response:
+    value = await read_json(request, optional=True)
+    body = parse_body(MoveBody, {} if value is None else value)
+    salt = tenant_of(request).salt(body.cache_salt)
+
+    def moved(core: EngineCore) -> dict[str, Any]:
+        move(core, state_id, salt=salt)
+        return describe(core, state_id, salt)
+
+    return json_response(await service_of(request).call(moved), status=202)
+
+
 def checked_input(value: Any, field: str, service: Service) -> Any:
     """Text or ids as they are; messages checked. What is neither is left to the encoder to refuse."""
     if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
@@ -178,6 +202,7 @@ def _described(info: Any) -> dict[str, Any]:
         "tokens": info.at,
         "context_tokens": info.context_tokens,
         "pages": info.pages,
+        "host_pages": info.host_pages,
         "tier": str(getattr(info.tier, "value", info.tier)),
         "readers": info.readers,
         "holders": info.holders,

@@ -1,0 +1,129 @@
+"""Pages that outlive an engine: the next one brings them from the directory, and says the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagengine import LLM, DagError
+from dagengine.errors import DagError as Refusal
+from dagengine_kvstore import Tier
+
+HOST_GIB = 512 * 2 * 2 * 2 * 8 * 4 * 4 / 2**30
+PROMPT = list(range(1, 103))
+
+
+def start(model_folder: Path, kept: Path, **options: Any) -> LLM:
+    settings = {"seed": 1, "page_size": 4, "kv_pages": 64, "cpu_kv_gib": HOST_GIB, **options}
+    return LLM(model_folder, load_format="dummy", kv_directory=str(kept), **settings)
+
+
+def offload(llm: LLM, state: Any) -> None:
+    def is_on_host(core: Any) -> bool:
+        core.pump()
+        return core.store.tier(core.store.resolve(state.id)[0]) is Tier.HOST
+
+    state.offload()
+    while not llm.engine.ask(is_on_host):
+        pass
+
+
+def test_what_was_offloaded_is_found_by_the_next_engine(model_folder: Path, tmp_path: Path) -> None:
+    with start(model_folder, tmp_path) as llm:
+        state = llm.prefill(PROMPT)
+        expected = llm.generate([5, 6], context=[state], max_tokens=6, temperature=0)
+        offload(llm, state)
+    with start(model_folder, tmp_path) as llm:
+        state = llm.prefill(PROMPT)
+        found = llm.generate([5, 6], context=[state], max_tokens=6, temperature=0)
+        stats = llm.engine.ask(lambda core: (core.store.check(), core.store.stats())[1])
+        assert found.token_ids == expected.token_ids
+        assert stats.tokens_recalled == 100 and stats.open_fences == 0
+        again = llm.generate(PROMPT, max_tokens=2, temperature=0)
+        assert again.usage.cached_tokens == 100
+    with start(model_folder, tmp_path) as llm:
+        answer = llm.generate(PROMPT, max_tokens=2, temperature=0)
+        assert answer.token_ids == again.token_ids
+        assert (answer.dag.reloaded, answer.dag.reused, answer.dag.computed) == (100, 100, 2)
+
+
+def test_another_model_finds_nothing(model_folder: Path, tmp_path: Path) -> None:
+    with start(model_folder, tmp_path) as llm:
+        offload(llm, llm.prefill(PROMPT))
+    with start(model_folder, tmp_path, seed=2) as llm:
+        assert llm.generate(PROMPT, max_tokens=2, temperature=0).dag.reloaded == 0
+
+
+def test_a_request_that_is_cancelled_while_its_pages_come_leaves_nothing(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    with start(model_folder, tmp_path) as llm:
+        offload(llm, llm.prefill(PROMPT))
+    with start(model_folder, tmp_path) as llm:
+        request = llm.request(PROMPT, None)
+
+        def begin_and_cancel(core: Any) -> bool:
+            core.submit(request)
+            core.step()
+            coming = core.host_tier.recalls.num_open
+            core.abort(request.id)
+            core.store.check()
+            return bool(coming)
+
+        assert llm.engine.ask(begin_and_cancel)
+        assert llm.generate(PROMPT, max_tokens=2, temperature=0).finish_reason == "length"
+
+        def settled(core: Any) -> bool:
+            core.pump()
+            stats = core.store.stats()
+            return stats.open_fences == 0 and stats.pages_free + stats.pages_cached == stats.pages_total
+
+        while not llm.engine.ask(settled):
+            pass
+
+
+def test_running_work_takes_the_pages_that_a_waiting_input_was_to_fill(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    with start(model_folder, tmp_path) as llm:
+        offload(llm, llm.prefill(PROMPT))
+    with start(model_folder, tmp_path, kv_pages=40) as llm:
+        requests = [
+            llm.request(list(range(50, 80)), llm_params(100)),
+            llm.request(PROMPT, llm_params(2)),
+        ]
+        ended = llm.run(requests)
+        assert [event.error for event in ended] == [None, None]
+        llm.engine.ask(lambda core: core.store.check())
+
+
+def llm_params(count: int) -> Any:
+    from dagengine import SamplingParams
+
+    return SamplingParams(max_tokens=count, min_tokens=count, temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"cpu_kv_gib": 0.0}, "kv_directory"),
+        ({"kv_directory_gib": -1.0}, "kv_directory_gib"),
+        ({"cpu_kv_gib": HOST_GIB / 200}, "cpu_kv_gib"),
+        ({"kv_directory_gib": 1e-12}, "kv_directory_gib"),
+    ],
+)
+def test_refusals_name_the_setting(
+    model_folder: Path, tmp_path: Path, options: dict[str, float], field: str
+) -> None:
+    with pytest.raises(Refusal) as error:
+        start(model_folder, tmp_path, **options)
+    assert (error.value.code, error.value.field) == ("invalid_request", field)
+
+
+def test_a_directory_that_is_a_file_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DagError) as error:
+        start(model_folder, tmp_path / "file")
+    assert error.value.field == "kv_directory"
