@@ -6,6 +6,7 @@ from .errors import DagError, EngineDead
 from .explain import Explanation
 from .graph import AsyncGraph, Graph, NodeRef
 from .llm import LLM
+from .query_results import QueryResult
 from .request import ContextRef, Keep
 from .sampling import SamplingParams
 from .state import Reference, Result, State
@@ -24,6 +25,7 @@ __all__ = [
     "Graph",
     "Keep",
     "NodeRef",
+    "QueryResult",
     "Reference",
     "Result",
     "SamplingParams",
