@@ -246,10 +246,14 @@ def refused_first(core: EngineCore, job: QueryJob) -> DagError | None:
 
 def at_node(node: QueryNode, error: DagError) -> DagError:
     """The error of a node's request, with its path in the query, and the option that is to blame."""
-    name, path = error.field, node.path or "query"
-    if node.generate is None or name is None or name not in SamplingParams.__dataclass_fields__:
-        return DagError(error.code, error.message, path)
-    return DagError(error.code, error.message, f"{path}.{name if name in CALL_FIELDS else f'options.{name}'}")
+    if node.generate is None or error.field not in SamplingParams.__dataclass_fields__:
+        return DagError(error.code, error.message, node.path or "query")
+    return _at_option(node, error)
+
+
+def _at_option(node: QueryNode, error: DagError) -> DagError:
+    name = error.field if error.field in CALL_FIELDS else f"options.{error.field}"
+    return DagError(error.code, error.message, f"{node.path}.{name}")
 
 
 @dataclass
@@ -359,7 +363,7 @@ class _Builder:
                 options["seed"] = _wrapped(int(named) + node.sample)  # type: ignore[arg-type]
             return SamplingParams.from_mapping(options)
         except DagError as error:
-            raise at_node(node, error) from None
+            raise _at_option(node, error) from None
 
     def request(
         self,
