@@ -227,8 +227,12 @@ def query_job(
     return builder.job()
 
 
-def refused_first(core: EngineCore, job: QueryJob) -> DagError | None:
-    """The refusal of the first request that is refused by itself, located: why a submission was refused as a whole."""
+def locate_refusal(core: EngineCore, job: QueryJob, error: DagError) -> DagError:
+    """Why a submission was refused as a whole, located: the refusal of the first request that is refused by itself."""
+    if error.code in ("queue_full", "draining", "engine_dead"):
+        return error
+    if len(job.requests) == 1:
+        return job.locate(job.requests[0].id, error)
     earlier: dict[str, Request] = {}
     for request in job.requests:
         try:
@@ -238,10 +242,10 @@ def refused_first(core: EngineCore, job: QueryJob) -> DagError | None:
                     core.preparer.resolve(ref, index, request.salt)
                 else:
                     check_parent(ref.request, earlier, f"context[{index}].request")
-        except DagError as error:
-            return job.locate(request.id, error)
+        except DagError as found:
+            return job.locate(request.id, found)
         earlier[request.id] = request
-    return None
+    return error
 
 
 def at_node(node: QueryNode, error: DagError) -> DagError:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .async_engine import EngineThread
@@ -13,7 +14,7 @@ from .calls import release_states
 from .core import EngineCore
 from .errors import DagError
 from .fragments import FragmentKey, FragmentStates
-from .queries import EncodedQuery, QueryJob, QueryOptions, fragment_keys, query_job, refused_first
+from .queries import EncodedQuery, QueryJob, QueryOptions, fragment_keys, locate_refusal, query_job
 from .query_results import QueryResult, outcome_of, query_result
 from .request import Event, FinishedEvent, TokenEvent
 
@@ -62,7 +63,7 @@ def run_queries(
         try:
             events = llm.run(job.requests, forward)
         except DagError as error:
-            raise engine.ask(lambda core: refused_first(core, job)) or error from None
+            raise engine.ask(partial(locate_refusal, job=job, error=error)) from None
     finally:
         taken.release(engine)
     states = job.states(events)
@@ -123,9 +124,8 @@ async def stream_query(
                     if answer is not None and event.text:
                         yield answer[1], event.text
         except DagError as error:
-            raise (
-                await asyncio.wrap_future(engine.call(lambda core: refused_first(core, job))) or error
-            ) from None
+            locate = partial(locate_refusal, job=job, error=error)
+            raise await asyncio.wrap_future(engine.call(locate)) from None
         ended = True
     finally:
         taken.release(engine)

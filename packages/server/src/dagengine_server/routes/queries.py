@@ -6,13 +6,13 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from dagengine import DagError, Keep
-from dagengine.core import EngineCore
 from dagengine.errors import as_dag_error
 from dagengine.queries import (
     EncodedQuery,
@@ -20,8 +20,8 @@ from dagengine.queries import (
     QueryOptions,
     encode_query,
     fragment_keys,
+    locate_refusal,
     query_job,
-    refused_first,
 )
 from dagengine.query_results import Outcome, outcome_of
 from dagengine.query_run import Taken, taking
@@ -196,15 +196,7 @@ async def _start(service: Service, job: Job, submission: Submission) -> None:
     try:
         await submission.start()
     except DagError as error:
-        if error.code in ("queue_full", "draining", "engine_dead"):
-            raise
-
-        def search(core: EngineCore) -> DagError | None:
-            return refused_first(core, job.query)
-
-        if len(submission.requests) == 1:
-            raise job.query.locate(submission.requests[0].id, error) from None
-        raise await service.call(search) or error from None
+        raise await service.call(partial(locate_refusal, job=job.query, error=error)) from None
     finally:
         job.taken.release(service.engine)
 
