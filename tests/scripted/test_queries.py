@@ -9,19 +9,17 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_model import ScriptedModel, geometry
+from scripted_text import PAGES, Words, text_engine
 
-from dagengine import LLM, DagError, EngineConfig, Keep
-from dagengine.build import assemble
+from dagengine import LLM, DagError, Keep
 from dagengine.request import ContextRef, Request
 from dagengine.sampling import SamplingParams
-from dagengine.tokenizer import ChatPrompt
 from dagengine_core_graph.query import (
     GenerateParams,
     Message,
@@ -43,45 +41,9 @@ QUERIES, MOST, SEED = 300, 3, 11
 NATIVE: dict[str, Any] = {"position": "native", "max_tokens": MOST, "seed": SEED}
 
 
-class Words:
-    """A tokenizer: three tokens a message, two for the generation prompt; a text is its ids."""
-
-    vocab_size = 4096
-    template_source = None
-
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, generate: bool, has_context: bool) -> ChatPrompt:
-        ids: list[int] = []
-        for message in messages:
-            said = f"{message['role']} {message['content'].rpartition('|')[2]}".encode()
-            ids += [7, *(int.from_bytes(said[part::2], "little") % 4000 for part in (0, 1))]
-        return ChatPrompt((*ids, *((8, 9) if generate else ())), len(ids) if generate else None)
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return "".join(f"<{token}>" for token in ids)
-
-
-def engine(pages: int = 512) -> LLM:
-    import torch
-
-    config = EngineConfig(
-        max_num_batched_tokens=64, kv_pages=pages, page_size=4, attention_backend="scripted", overlap=False
-    )
-    core = assemble(
-        ScriptedModel(),
-        geometry(),
-        config,
-        identity="scripted",
-        dtype=torch.float64,
-        tokenizer=Words(),  # type: ignore[arg-type]
-    )
-    for layer in range(2):
-        core._runner.arena.layer(layer).fill_(torch.nan)
-    return LLM(core=core)
-
-
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with engine() as found:
+    with text_engine() as found:
         yield found
 
 
@@ -189,7 +151,7 @@ def release_all(llm: LLM) -> None:
             core.release_state(info.id)
         core.store.check()
         stats = core.store.stats()
-        assert (stats.pages_free + stats.pages_cached, stats.writers, stats.leases) == (512, 0, 0)
+        assert (stats.pages_free + stats.pages_cached, stats.writers, stats.leases) == (PAGES, 0, 0)
 
     llm.engine.ask(release)
 
