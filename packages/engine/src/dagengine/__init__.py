@@ -1,6 +1,7 @@
 """dagengine: serve language models whose requests read each other's KV state as a graph."""
 
 from .async_llm import AsyncLLM
+from .bulk import BulkItem, BulkResult
 from .config import EngineConfig
 from .errors import DagError, EngineDead
 from .explain import Explanation
@@ -17,6 +18,8 @@ __all__ = [
     "LLM",
     "AsyncGraph",
     "AsyncLLM",
+    "BulkItem",
+    "BulkResult",
     "ContextRef",
     "DagError",
     "EngineConfig",

@@ -19,6 +19,7 @@ from dagengine_core_graph.query.lowered import MAX_TOKENS
 
 from .async_engine import EngineThread
 from .build import build_core
+from .bulk import BulkResult, run_bulk
 from .calls import Call, Prompt, Prompts, keep_of, listed, release_states, sampling_params
 from .config import EngineConfig
 from .core import EngineCore
@@ -161,6 +162,10 @@ class LLM:
         encoded, settings = self.query_call(query, retriever=retriever, reduce=reduce, **options)
         job, found, facts = run_queries(self, [encoded], settings, on_event=texts_of(on_text))
         return result_of(self.engine, job, 0, found, facts)
+
+    def query_bulk(self, queries: Sequence[Query | str], **options: Any) -> BulkResult:
+        """Run many span queries in an order in which they find each other's fragments. See `bulk.run_bulk`."""
+        return run_bulk(self, queries, **options)
 
     def query_call(
         self,
