@@ -1,11 +1,13 @@
 """dagengine: serve language models whose requests read each other's KV state as a graph."""
 
 from .async_llm import AsyncLLM
+from .bulk import BulkItem, BulkResult
 from .config import EngineConfig
 from .errors import DagError, EngineDead
 from .explain import Explanation
 from .graph import AsyncGraph, Graph, NodeRef
 from .llm import LLM
+from .query_results import QueryResult
 from .request import ContextRef, Keep
 from .sampling import SamplingParams
 from .state import Reference, Result, State
@@ -16,6 +18,8 @@ __all__ = [
     "LLM",
     "AsyncGraph",
     "AsyncLLM",
+    "BulkItem",
+    "BulkResult",
     "ContextRef",
     "DagError",
     "EngineConfig",
@@ -24,6 +28,7 @@ __all__ = [
     "Graph",
     "Keep",
     "NodeRef",
+    "QueryResult",
     "Reference",
     "Result",
     "SamplingParams",

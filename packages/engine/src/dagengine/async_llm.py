@@ -9,12 +9,16 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 
+from dagengine_core_graph.query import Query
+
 from .async_engine import EngineThread
 from .calls import Prompt, Prompts, release_states
 from .core import EngineCore
 from .explain import Explanation
 from .graph import AsyncGraph
 from .llm import LLM
+from .query_results import QueryResult
+from .query_run import stream_query
 from .request import Event, FinishedEvent, Keep, Request, TokenEvent
 from .sampling import SamplingParams
 from .state import ContextItem, Result, make_result
@@ -129,6 +133,23 @@ class AsyncLLM:
     def graph(self, *, raise_errors: bool = True) -> AsyncGraph:
         """Build a graph of nodes in an `async with` block; it runs when the block ends."""
         return AsyncGraph(raise_errors=raise_errors, llm=self)
+
+    async def query(self, query: Query | str, **options: Any) -> QueryResult:
+        """Plan a span query and run it as one graph. Takes and raises what `LLM.query` does, but for `on_text`."""
+        async with aclosing(self.stream_query(query, **options)) as parts:
+            async for part in parts:
+                if isinstance(part, QueryResult):
+                    return part
+        raise AssertionError("a stream of a query ends with its result")
+
+    async def stream_query(
+        self, query: Query | str, **options: Any
+    ) -> AsyncGenerator[tuple[int, str] | QueryResult, None]:
+        """New texts of the answers as (number, text), then the `QueryResult`. Takes what `LLM.query` takes."""
+        encoded, settings = await asyncio.to_thread(self._llm.query_call, query, **options)
+        async with aclosing(stream_query(self._llm, encoded, settings, stream_events)) as parts:
+            async for part in parts:
+                yield part
 
     async def explain(
         self, prompt: Prompt | None = None, *, context: Sequence[ContextItem] = (), **options: Any

@@ -33,6 +33,7 @@ from .host_tier import HostTier
 from .host_time import HostTime
 from .pipeline import Launch, Pipeline
 from .prepare import Preparer, ResolvedRef
+from .records import engine_facts
 from .request import ContextRef, Event, FinishedEvent, Keep, Request, check_parent, check_request
 from .runner import Chunk, Runner
 from .running import RunningRequest
@@ -92,6 +93,7 @@ class EngineCore:
         )
         self.overlap = runner.device.type == "cuda" if config.overlap is None else config.overlap
         self.preparer = Preparer(store, geometry, adapter, signature, max_model_len=max_model_len)
+        self.facts = engine_facts(config, signature, runner.device)
         self._work_ids = work_ids()
         self._stats = EngineStats()
         self.host_tier = host_tier
@@ -155,6 +157,9 @@ class EngineCore:
                         accepted[-1].hold(self.store, index, target, target.at)
                     else:
                         check_parent(ref.request, earlier, f"context[{index}].request")
+                for index, waited in enumerate(request.after):
+                    if waited not in earlier:
+                        raise DagError("cycle", f"{waited!r} is no earlier request", f"after[{index}]")
                 earlier[request.id] = request
         except BaseException:
             for running in accepted:
@@ -162,7 +167,8 @@ class EngineCore:
             raise
         for running in accepted:
             request = running.request
-            running.parents = {ref.request for ref in request.context if ref.request is not None}
+            read = {ref.request for ref in request.context if ref.request is not None}
+            running.parents = read.union(request.after)
             self._requests[request.id] = running
             for parent in sorted(running.parents):
                 self._requests[parent].children.append(request.id)
@@ -581,7 +587,7 @@ class EngineCore:
             state,
             self._backend(sequence.backend).implementation,
             running.submitted,
-            batch_invariant=self.config.batch_invariant,
+            self.facts,
         )
         if refusal is not None or len(running.choices) == len(running.sequences):
             self._finish(running, refusal)

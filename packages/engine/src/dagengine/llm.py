@@ -13,15 +13,24 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
+from dagengine_core_graph.query import Query, user
+from dagengine_core_graph.query.expressions import Retriever
+from dagengine_core_graph.query.lowered import MAX_TOKENS
+
 from .async_engine import EngineThread
 from .build import build_core
+from .bulk import BulkResult, run_bulk
 from .calls import Call, Prompt, Prompts, keep_of, listed, release_states, sampling_params
 from .config import EngineConfig
 from .core import EngineCore
-from .errors import DagError
+from .errors import DagError, shown
 from .explain import Explanation, explain
+from .fragments import FragmentStates
 from .graph import Graph
 from .inputs import InputEncoder, build_request, new_request_id
+from .queries import EncodedQuery, QueryOptions, encode_query
+from .query_results import QueryResult
+from .query_run import OnText, result_of, run_queries, texts_of
 from .request import Event, FinishedEvent, Keep, Request
 from .sampling import SamplingParams
 from .state import ContextItem, context_refs
@@ -65,6 +74,7 @@ class LLM:
         self.tokenizer = core.tokenizer
         self._encoder = InputEncoder(core.tokenizer)
         self.engine = EngineThread(core)
+        self.fragments = FragmentStates()
 
     def prefill(
         self,
@@ -126,6 +136,64 @@ class LLM:
     def graph(self, *, raise_errors: bool = True) -> Graph:
         """Build a graph of nodes in a `with` block; it runs when the block ends."""
         return Graph(raise_errors=raise_errors, llm=self)
+
+    def query(
+        self,
+        query: Query | str,
+        *,
+        retriever: Retriever | None = None,
+        reduce: int | None = None,
+        on_text: OnText | None = None,
+        **options: Any,
+    ) -> QueryResult:
+        """Plan a span query and run it as one graph.
+
+        Args:
+            query: built with `dagengine_core_graph.query`; a text is a user's message.
+            retriever: finds the fragments of its retrievals, such as a `dagengine.retrievers.Corpora`.
+            reduce: reduce wide judges that are declared closed to groups of so many candidates; not exact.
+            on_text: called with each answer's number and new text, on the engine's thread.
+            options: `position`, `backend`, `max_tokens` of calls that name none (2048), `seed` of calls that name none,
+                `keep` of the answers (True).
+
+        Raises:
+            DagError: a refusal, or what the first node that failed ended with; the field is the path of the subtree.
+        """
+        encoded, settings = self.query_call(query, retriever=retriever, reduce=reduce, **options)
+        job, found, facts = run_queries(self, [encoded], settings, on_event=texts_of(on_text))
+        return result_of(self.engine, job, 0, found, facts)
+
+    def query_bulk(self, queries: Sequence[Query | str], **options: Any) -> BulkResult:
+        """Run many span queries in an order in which they find each other's fragments. See `bulk.run_bulk`."""
+        return run_bulk(self, queries, **options)
+
+    def query_call(
+        self,
+        query: Query | str,
+        *,
+        retriever: Retriever | None = None,
+        reduce: int | None = None,
+        position: str | None = None,
+        backend: str | None = None,
+        max_tokens: int = MAX_TOKENS,
+        seed: int | None = None,
+        keep: bool | Keep = True,
+    ) -> tuple[EncodedQuery, QueryOptions]:
+        """What `query` would run, which takes the same arguments; takes as long as tokenizing does."""
+        if isinstance(query, str):
+            query = user(query)
+        if not isinstance(query, Query):
+            raise DagError("invalid_request", f"a query or a text is needed, not {shown(query)}", "query")
+        checked = SamplingParams.from_mapping({"max_tokens": max_tokens, "seed": seed})
+        settings = QueryOptions(
+            position=self._position if position is None else position,
+            backend=backend,
+            max_tokens=max_tokens,
+            seed=checked.seed,
+            keep=keep_of(keep),
+            fragment_ttl_s=self.fragments.ttl_s,
+        )
+        return encode_query(query, self.tokenizer, retriever=retriever, reduce=reduce), settings
 
     def explain(
         self,

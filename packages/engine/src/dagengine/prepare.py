@@ -146,6 +146,8 @@ class Preparer:
             )
         except Exception as error:
             raise as_dag_error(error, "position") from None
+        if sampling and sampling.max_tokens is None and request.most_tokens is not None:
+            limit = min(limit, request.most_tokens)
         if sampling and limit < 1:
             raise DagError(
                 "position_overflow",

@@ -71,6 +71,9 @@ class Request:
         salt: the tenant; states and pages are never shared across salts.
         priority: lower is scheduled earlier; arrival order within one priority.
         turn_start: own offset at which a chat's generation prompt begins, if there is one.
+        after: ids of earlier requests of the same submission that are waited for and not read, since what they compute
+            serves this one. If one of them fails, so does this.
+        most_tokens: where `sampling` names no `max_tokens`, the most to sample; None is as many as fit.
     """
 
     id: str
@@ -84,6 +87,8 @@ class Request:
     salt: str = ""
     priority: int = 0
     turn_start: int | None = None
+    after: tuple[str, ...] = ()
+    most_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +182,11 @@ def check_request(request: Request, vocab_size: int, *, has_text: bool) -> None:
     _check_types(request)
     for index, ref in enumerate(request.context):
         _check_reference(ref, f"context[{index}]")
+    most = request.most_tokens
+    if most is not None and (not _is_int(most) or most < 1):
+        raise DagError(
+            "invalid_request", f"most_tokens is an integer from 1, not {shown(most)}", "most_tokens"
+        )
     params = request.sampling
     if params is None:
         return

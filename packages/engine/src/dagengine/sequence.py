@@ -6,13 +6,14 @@ Knows tokens and text; not pages, queues or other requests. `accept` is the only
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dagengine_kvstore import Read
 
 from .detokenizer import IncrementalDetokenizer
 from .prepare import Prepared
+from .records import answer_record
 from .request import Choice, DagInfo, Request, Timing, TokenEvent, TokenLogprob
 from .rng import GAMMA
 from .sampler import Sampled, SamplingRow
@@ -223,8 +224,7 @@ class Sequence(Work):
         state: str | None,
         implementation: str,
         submitted: float,
-        *,
-        batch_invariant: bool,
+        facts: Mapping[str, object],
     ) -> Choice:
         """The finished answer.
 
@@ -232,7 +232,7 @@ class Sequence(Work):
             state: the id under which it was kept, if it was.
             implementation: what ran as its attention backend.
             submitted: when the request came, on the clock of `time.perf_counter`.
-            batch_invariant: whether its bits are the same in any batch.
+            facts: of the engine, for the record.
         """
         assert self.finish_reason is not None and self.first_token is not None
         matched = self.matched or 0
@@ -256,14 +256,20 @@ class Sequence(Work):
                 reloaded=self.num_reloaded(),
                 policy=self.request.position,
                 own_start=self.own_start,
-                record={
-                    "backend": self.backend,
-                    "implementation": implementation,
-                    "rewrites": [],
-                    "order": "as given",
-                    "batch_invariant": batch_invariant,
-                    "seed": self.seed,
-                },
+                record=answer_record(
+                    self.request,
+                    facts,
+                    index=self.index,
+                    state=state,
+                    backend=self.backend,
+                    implementation=implementation,
+                    seed=self.seed,
+                    read=self.num_visible,
+                    restored=self.restored,
+                    matched=matched,
+                    sampled=tuple(self.sampled),
+                    finish_reason=self.finish_reason,
+                ),
                 timing=Timing(
                     compile=prepared.compile_ms,
                     layout=prepared.layout_ms,

@@ -13,27 +13,31 @@ from starlette.responses import Response
 
 from dagengine import DagError
 from dagengine.async_engine import EngineThread
+from dagengine_core_graph.query.expressions import Retriever
 
 from .auth import Authentication
 from .errors import HTTP_CODES, error_response
 from .limits import BodyLimit, Gate
 from .openapi import describe
-from .routes import graphs, openai, ops, states
+from .routes import graphs, openai, ops, queries, states
 from .service import Service
 from .settings import ServerSettings
 
 
-def create_app(engine: EngineThread, settings: ServerSettings | None = None) -> FastAPI:
+def create_app(
+    engine: EngineThread, settings: ServerSettings | None = None, *, retriever: Retriever | None = None
+) -> FastAPI:
     """The application. It does not close the engine.
 
     Args:
         engine: running; it may serve other callers as well.
+        retriever: finds the fragments of span queries' retrievals, on several threads; None refuses retrievals.
 
     Raises:
         DagError: `engine_dead`.
     """
     settings = settings or ServerSettings()
-    service = Service(engine, settings)
+    service = Service(engine, settings, retriever)
     app = FastAPI(
         title="dagengine",
         version=version("dagengine-server"),
@@ -41,7 +45,7 @@ def create_app(engine: EngineThread, settings: ServerSettings | None = None) -> 
         redoc_url=None,
     )
     app.state.service = service
-    for module in (openai, states, graphs, ops):
+    for module in (openai, states, graphs, queries, ops):
         app.include_router(module.router)
     describe(app)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)

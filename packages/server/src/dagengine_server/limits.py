@@ -24,7 +24,15 @@ log = logging.getLogger("dagengine.server")
 MAX_CLIENT_ID = 128
 DISCARDED_BODIES = 4
 DISCARD_S = 2.0
-WORK = ("/v1/chat/completions", "/v1/completions", "/v1/states", "/v1/graphs", "/tokenize", "/detokenize")
+WORK = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/states",
+    "/v1/graphs",
+    "/v1/query",
+    "/tokenize",
+    "/detokenize",
+)
 
 
 class Gate:

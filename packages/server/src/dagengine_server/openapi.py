@@ -64,6 +64,13 @@ NODE: dict[str, Any] = {
 }
 
 
+SPAN_QUERY: dict[str, Any] = {
+    "type": "object",
+    "description": "A span query: an object of one member, its constructor, as spnl writes it (`g`, `repeat`, `map`, "
+    '`plus`, `cross`, `user`, …), or `{"format": "dagengine.query/v1", "query": {…}}`. May be sent as text/plain.',
+}
+
+
 def describe(app: FastAPI) -> None:
     """Complete the application's description with bodies and errors."""
     generate = app.openapi
@@ -82,12 +89,14 @@ def _completed(schema: dict[str, Any]) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):
         parts.pop(name, None)
     parts.update({**bodies["$defs"], "Error": ERROR, "GraphDocument": GRAPH, "GraphNode": NODE})
-    parts["GraphDocument"] = GRAPH
+    parts["SpanQuery"] = SPAN_QUERY
     for operations in schema["paths"].values():
         for operation in operations.values():
             body = operation.pop("x-body", None)
             if body is not None:
                 content = {"application/json": {"schema": {"$ref": REF + body}}}
+                if body == "SpanQuery":
+                    content["text/plain"] = {"schema": {"type": "string"}}
                 operation["requestBody"] = {"required": body not in OPTIONAL, "content": content}
             responses = operation["responses"]
             responses.pop("422", None)

@@ -36,6 +36,14 @@ async def read_json(request: Request, *, optional: bool = False) -> Any:
     return parse_json(data)
 
 
+async def read_query_json(request: Request) -> Any:
+    """The body's JSON value, sent as JSON or, as spnl's client does, as plain text. Raises as `read_json`."""
+    kind = request.headers.get("content-type", "text/plain").partition(";")[0].strip().lower()
+    if kind == "text/plain":
+        return parse_json(await request.body())
+    return await read_json(request)
+
+
 def parse_json(data: bytes) -> Any:
     """Strict JSON in UTF-8: no NaN, no number beyond a double, no half surrogate pairs."""
     try:

@@ -139,7 +139,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "store": (False,),
     "metadata": ({},),
@@ -182,6 +181,10 @@ class Generation(Tenanted):
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: int = Field(default=0, ge=-(2**31), le=2**31, description="Lower is scheduled earlier.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        default=None,
+        description="Changes nothing where the model's chat template has no such setting; refused where it has one.",
+    )
     user: str | None = Field(default=None, max_length=1024, description="Informational; changes nothing.")
     return_token_ids: bool = Field(default=False, description="Each choice also has its `token_ids`.")
     dag: DagOptions = DagOptions()

@@ -15,9 +15,11 @@ from typing import TypeVar, cast, get_args
 from dagengine import DagError
 from dagengine.async_engine import EngineThread
 from dagengine.core import EngineCore
+from dagengine.fragments import FragmentStates
 from dagengine.inputs import InputEncoder
 from dagengine.request import ContextRef, Request, SpanName
 from dagengine.tokenizer import Tokenizer
+from dagengine_core_graph.query.expressions import Retriever
 
 from .metrics import Metrics
 from .protocol import DagOptions
@@ -72,12 +74,17 @@ class Service:
     """The shared parts of one application.
 
     Attributes:
+        retriever: finds the fragments of span queries' retrievals; None refuses them.
+        fragments: those that are kept; used on the engine's thread.
         draining: nothing new is taken; set once, when the server is told to stop.
         open_requests: HTTP requests in work.
     """
 
-    def __init__(self, engine: EngineThread, settings: ServerSettings) -> None:
-        self.engine, self.settings = engine, settings
+    def __init__(
+        self, engine: EngineThread, settings: ServerSettings, retriever: Retriever | None = None
+    ) -> None:
+        self.engine, self.settings, self.retriever = engine, settings, retriever
+        self.fragments = FragmentStates(settings.max_fragments, settings.fragment_ttl_s)
         self.model = engine.call(_model_info).result()
         self.encoder = InputEncoder(self.model.tokenizer)
         self.metrics = Metrics()
@@ -90,6 +97,13 @@ class Service:
     def uses_message_names(self) -> bool:
         tokenizer = self.model.tokenizer
         return bool(tokenizer and MESSAGE_NAME.search(tokenizer.template_source or ""))
+
+    def check_effort(self, effort: str | None) -> None:
+        """Raises DagError `unsupported` for an effort that the model's chat template would heed: it is not told."""
+        tokenizer = self.model.tokenizer
+        if effort is not None and tokenizer and "reasoning_effort" in (tokenizer.template_source or ""):
+            message = "this model's chat template has such a setting, and it cannot be set here; leave it out"
+            raise DagError("unsupported", message, "reasoning_effort")
 
     def check_model(self, name: str | None) -> None:
         """Raises DagError `model_not_found` for another model than the one that is served."""

@@ -22,6 +22,9 @@ class ServerSettings:
         max_prompts: most prompts in one completions request.
         max_context: most references of one request or node.
         max_nodes: most nodes of one graph.
+        max_query_nodes: most leaves and calls that one span query may stand for.
+        max_fragments: most fragments of span queries that are kept to be read again; 0 keeps none.
+        fragment_ttl_s: seconds after its last use until a fragment is let go of.
         ping_interval_s: a stream that is silent for so long gets a comment, so that proxies keep it open.
         request_timeout_s: requests that run longer end with `timeout`; None is unbounded.
         heartbeat_timeout_s: `/health` fails when the engine's thread has not come round for so long.
@@ -37,6 +40,9 @@ class ServerSettings:
     max_prompts: int = 256
     max_context: int = 1024
     max_nodes: int = 1024
+    max_query_nodes: int = 4096
+    max_fragments: int = 4096
+    fragment_ttl_s: float = 600.0
     ping_interval_s: float = 15.0
     request_timeout_s: float | None = None
     heartbeat_timeout_s: float = 60.0
@@ -47,11 +53,21 @@ class ServerSettings:
             raise _bad("served_model_name", "must not be empty")
         if any(not key for key in self.api_keys):
             raise _bad("api_keys", "must not hold an empty key")
-        for name in ("max_body_bytes", "max_n", "max_prompts", "max_context", "max_nodes", "retry_after_s"):
+        for name in (
+            "max_body_bytes",
+            "max_n",
+            "max_prompts",
+            "max_context",
+            "max_nodes",
+            "max_query_nodes",
+            "retry_after_s",
+        ):
             _at_least_one(name, getattr(self, name))
+        if self.max_fragments:
+            _at_least_one("max_fragments", self.max_fragments)
         if self.max_open_requests is not None:
             _at_least_one("max_open_requests", self.max_open_requests)
-        for name in ("ping_interval_s", "heartbeat_timeout_s"):
+        for name in ("ping_interval_s", "heartbeat_timeout_s", "fragment_ttl_s"):
             _positive(name, getattr(self, name))
         if self.request_timeout_s is not None:
             _positive("request_timeout_s", self.request_timeout_s)

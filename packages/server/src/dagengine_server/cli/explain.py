@@ -1,5 +1,7 @@
 """`dagengine explain`: what every node of a graph would see, where, and at what cost. The model never runs.
 
+Of a span query: the tree after each rule of planning, the graph, the layout and what is reused.
+
 With a model, a `dagengine.graph/v1` document is laid out by the engine itself: ranges, layout, reuse, pages,
 refusals; of the model only its configuration and tokenizer are read. A server can be asked the same. Without
 either, lengths stand for inputs: a list of cases, or a document whose nodes have lengths, is answered in the
@@ -11,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +22,11 @@ from dagengine_core_graph.cases import Case, CaseNode, load_cases
 
 from . import options
 from .console import CommandError, new_app, print_json, print_table, read_json
+from .queries import Corpus, RetrieverName, corpora_of, is_query
+
+if TYPE_CHECKING:
+    from dagengine.retrievers import Corpora
+    from dagengine_core_graph.query import Query
 
 app = new_app("Show what the nodes of a graph see, where, and at what cost; no model runs.")
 
@@ -28,7 +35,10 @@ app = new_app("Show what the nodes of a graph see, where, and at what cost; no m
 def explain(
     context: typer.Context,
     file: Annotated[
-        Path, typer.Argument(help="a dagengine.graph/v1 document or a list of cases; - reads standard input")
+        Path,
+        typer.Argument(
+            help="a dagengine.graph/v1 document, a span query or a list of cases; - reads standard input"
+        ),
     ],
     model: options.Model = None,
     url: Annotated[str | None, typer.Option(help="ask this server instead; it knows its states")] = None,
@@ -39,6 +49,12 @@ def explain(
     kv_pages: options.KvPages = None,
     kv_memory_gib: options.KvMemoryGib = None,
     position_policy: options.PositionPolicy = "linear",
+    reduce: Annotated[
+        int | None,
+        typer.Option(min=2, help="of a query: reduce judges declared closed to so many candidates"),
+    ] = None,
+    corpus: Corpus = None,
+    retriever: RetrieverName = "fts5",
     config: options.Config = None,
     as_json: options.Json = False,
 ) -> None:
@@ -48,6 +64,16 @@ def explain(
         cases = explain_cases(load_cases(document))
         print_json(cases, indent=None) if as_json else _print_cases(cases)
         return
+    if is_query(document):
+        if url is not None:
+            raise CommandError("queries are explained here, not by a server", "url")
+        engine = options.engine_options(context)
+        _explain_query(
+            document, model, position_policy, engine, reduce, corpora_of(corpus, retriever), as_json
+        )
+        return
+    if reduce is not None or corpus:
+        raise CommandError("this is said of span queries only", "corpus" if corpus else "reduce")
     graph = load_graph(document)
     if model is None and url is None and all(node.input is None for node in graph.nodes):
         cases = [explain_lengths(graph, file.stem)]
@@ -137,6 +163,62 @@ def explain_document(
     core = planning_core(model, EngineConfig(position_policy=policy, **engine))
     plan = graph_requests(document, InputEncoder(core.tokenizer), default_policy=policy)
     return plan_of(document, plan, explain(core, plan.requests))
+
+
+def _explain_query(
+    document: Any,
+    model: str | None,
+    policy: str,
+    engine: Mapping[str, Any],
+    reduce: int | None,
+    corpora: Corpora,
+    as_json: bool,
+) -> None:
+    """The tree after each rule, the graph, the layout and what is reused; with a model, lengths in tokens as well."""
+    from dagengine_core_graph.query import explain as explain_query
+    from dagengine_core_graph.query import load_query
+
+    query = load_query(document)
+    found = explain_query(query, retriever=corpora, reduce=reduce)
+    tokens = None if model is None else query_tokens(found.plan.query, model, policy, engine)
+    if as_json:
+        print_json({**found.data(), **({} if tokens is None else {"tokens": tokens})})
+        return
+    print(found.text(), end="")
+    if tokens is not None:
+        columns = ("node", "sees", "own start", "input", "may sample", "pages", "refused")
+        print_table("tokens", columns, [tuple(row.values()) for row in tokens])
+
+
+def query_tokens(planned: Query, model: str, policy: str, engine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What an engine would do with the nodes of a planned query; only a model's configuration and tokenizer are read.
+
+    Raises:
+        DagError: the model, or the path of a subtree.
+    """
+    from dagengine import EngineConfig
+    from dagengine.explain import explain
+    from dagengine.queries import QueryOptions, encode_query, query_job
+
+    from .planning import planning_core
+
+    core = planning_core(model, EngineConfig(position_policy=policy, **engine))
+    job = query_job([encode_query(planned, core.tokenizer)], QueryOptions(position=policy))
+    rows = []
+    for row in explain(core, job.requests):
+        names = " ".join(node.id for _, node in job.nodes_of[row.request_id])
+        rows.append(
+            {
+                "node": names,
+                "visible": row.num_visible,
+                "own_start": row.own_start,
+                "input": row.num_input,
+                "sampled": row.planned_tokens - row.num_input if row.error is None else 0,
+                "pages": row.num_pages,
+                "error": None if row.error is None else str(row.error),
+            }
+        )
+    return rows
 
 
 def _print_cases(found: list[dict[str, Any]]) -> None:

@@ -13,6 +13,7 @@ import typer
 from . import options
 from .console import CommandError, new_app, read_text
 from .logs import FORMATS, LEVELS, log_config
+from .queries import Corpus, RetrieverName, corpora_of
 from .threads import choose_threads
 
 LEAST_OPEN_REQUESTS = 1024
@@ -74,6 +75,14 @@ def serve(
         float, typer.Option(min=0, help="seconds that requests may take to end once told to stop")
     ] = 30.0,
     max_body_bytes: Annotated[int, typer.Option(help="larger request bodies get 413")] = 16 * 2**20,
+    corpus: Corpus = None,
+    retriever: RetrieverName = "fts5",
+    max_fragments: Annotated[
+        int, typer.Option(min=0, help="fragments of span queries that are kept to be read again")
+    ] = 4096,
+    fragment_ttl: Annotated[
+        float, typer.Option(help="seconds after its last use until a fragment is let go of")
+    ] = 600.0,
     threads: options.Threads = None,
     log_level: Annotated[str, typer.Option(metavar=f"{{{','.join(LEVELS)}}}")] = "info",
     log_format: Annotated[str, typer.Option(metavar=f"{{{','.join(FORMATS)}}}")] = "text",
@@ -108,7 +117,10 @@ def serve(
         max_body_bytes=max_body_bytes,
         max_open_requests=max(LEAST_OPEN_REQUESTS, at_once + (max_queued_requests or 0)),
         request_timeout_s=request_timeout,
+        max_fragments=max_fragments,
+        fragment_ttl_s=fragment_ttl,
     )
+    corpora = corpora_of(corpus, retriever)
     engine_config = EngineConfig(
         position_policy=position_policy,
         seed=seed,
@@ -125,7 +137,7 @@ def serve(
     engine = EngineThread(core)
     try:
         status = run(
-            create_app(engine, settings),
+            create_app(engine, settings, retriever=corpora),
             host=host,
             port=port,
             shutdown_timeout_s=shutdown_timeout,

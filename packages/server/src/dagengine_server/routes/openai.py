@@ -153,6 +153,7 @@ async def _answer(
 ) -> Response:
     service, http_id = service_of(request), id_of(request)
     service.check_model(body.model)
+    service.check_effort(body.reasoning_effort)
     context = service.context(body.dag)
     salt = tenant_of(request).salt(body.cache_salt)
     ids = [http_id] if len(prompts) == 1 else [f"{http_id}:{index}" for index in range(len(prompts))]

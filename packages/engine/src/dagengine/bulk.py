@@ -1,0 +1,234 @@
+"""Many queries at once: in which order, how many together, and what each of them came to.
+
+Order, a greedy heuristic for temporal locality: of a pool of as many pages as the budget says, filled and emptied as by
+least recent use, the next query is always the one of which most fragment tokens are in the pool; where none has any
+there, the one whose fragments are wanted most by others; of equal ones the first given. The order changes nothing but
+what is found in the cache.
+
+Windows: neighbours run together as one submission, in which an equal fragment is one node for all of them, while their
+fragments fit the budget. The next window begins when the one before has ended.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dagengine_core_graph.query import Query
+
+from .errors import DagError
+from .queries import EncodedQuery, QueryOptions, fragment_keys
+from .query_results import QueryResult, QueryTokens
+from .query_run import result_of, run_queries
+
+if TYPE_CHECKING:
+    from .llm import LLM
+
+DEFAULT_WINDOW = 64
+ORDERS = ("locality", "given")
+
+
+@dataclass(frozen=True)
+class BulkItem:
+    """One query of many: its place in what was given, and its result or its error."""
+
+    index: int
+    result: QueryResult | None
+    error: DagError | None
+
+
+@dataclass(frozen=True)
+class BulkResult:
+    """Attributes:
+    items: in the order in which the queries were given.
+    order: the order in which they ran; those that could not be planned are not in it.
+    tokens: input tokens of all, and how many were computed: `hit_rate` is the measure of reuse.
+    fragments: how often a fragment was read, and how many had to be computed for that.
+    """
+
+    items: tuple[BulkItem, ...]
+    order: tuple[int, ...]
+    tokens: QueryTokens
+    fragments: QueryTokens
+
+    @property
+    def results(self) -> list[QueryResult | None]:
+        return [item.result for item in self.items]
+
+    @property
+    def errors(self) -> dict[int, DagError]:
+        return {item.index: item.error for item in self.items if item.error is not None}
+
+    def close(self) -> None:
+        """Release the states of all answers."""
+        for item in self.items:
+            if item.result is not None:
+                item.result.close()
+
+
+def run_bulk(
+    llm: LLM,
+    queries: Sequence[Query | str],
+    *,
+    order: str = "locality",
+    budget_pages: int | None = None,
+    window: int = DEFAULT_WINDOW,
+    on_item: Callable[[BulkItem], None] | None = None,
+    **options: Any,
+) -> BulkResult:
+    """Run many queries. One that fails harms no other.
+
+    Args:
+        order: `locality`, or `given`.
+        budget_pages: KV pages that fragments may take; None is half of the pool.
+        window: most queries that run together.
+        on_item: called with each query once it has ended, in the order in which they end.
+        options: as of `LLM.query`; `keep` is False unless given.
+
+    Raises:
+        DagError: `invalid_request` for a wrong order, budget or window.
+    """
+    if order not in ORDERS:
+        raise DagError("invalid_request", f"order is one of {', '.join(ORDERS)}, not {order!r}", "order")
+    size, pool = llm.engine.ask(lambda core: (core.store.page_size, core.store.num_pages))
+    budget = max(1, pool // 2) if budget_pages is None else budget_pages
+    for name, value in (("budget_pages", budget), ("window", window)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise DagError("invalid_request", f"{name} is an integer from 1, not {value!r}", name)
+    items: dict[int, BulkItem] = {}
+
+    def end(item: BulkItem) -> None:
+        items[item.index] = item
+        if on_item is not None:
+            on_item(item)
+
+    encoded: dict[int, EncodedQuery] = {}
+    settings: QueryOptions | None = None
+    for index, query in enumerate(queries):
+        try:
+            encoded[index], settings = llm.query_call(query, **{"keep": False, **options})
+        except DagError as error:
+            end(BulkItem(index, None, error))
+    if settings is None:
+        return BulkResult(_sorted(items), (), QueryTokens(0, 0), QueryTokens(0, 0))
+    wanted = {
+        index: {key: -(-len(key.input_ids) // size) for key in fragment_keys([query], settings)}
+        for index, query in encoded.items()
+    }
+    ordered = list(encoded)
+    if order == "locality":
+        ordered = [ordered[place] for place in order_queries(list(wanted.values()), budget)]
+    reads = computed = 0
+    for chosen in _windows(ordered, wanted, budget, window):
+        reads += sum(len(wanted[index]) for index in chosen)
+        computed += _run_window(llm, chosen, encoded, settings, end)
+    results = [item.result for item in items.values() if item.result is not None]
+    tokens = QueryTokens(
+        sum(result.tokens.input for result in results), sum(result.tokens.computed for result in results)
+    )
+    return BulkResult(_sorted(items), tuple(ordered), tokens, QueryTokens(reads, computed))
+
+
+def order_queries(wanted: Sequence[Mapping[Any, int]], budget: int) -> list[int]:
+    """The greedy order.
+
+    Args:
+        wanted: per query the pages of each of its fragments.
+        budget: pages of the pool.
+
+    Returns:
+        Indices, in O(w log w) for w wanted fragments in all.
+    """
+    readers: dict[Any, list[int]] = {}
+    for index, fragments in enumerate(wanted):
+        for fragment in fragments:
+            readers.setdefault(fragment, []).append(index)
+    popular = [sum((len(readers[f]) - 1) * pages for f, pages in found.items()) for found in wanted]
+    there = [0] * len(wanted)
+    waiting = [(0, -popular[index], index) for index in range(len(wanted))]
+    heapq.heapify(waiting)
+    pool: OrderedDict[Any, int] = OrderedDict()
+    used, done, ordered = 0, set[int](), list[int]()
+
+    def shift(fragment: Any, pages: int) -> None:
+        for reader in readers[fragment]:
+            if reader not in done:
+                there[reader] += pages
+                heapq.heappush(waiting, (-there[reader], -popular[reader], reader))
+
+    while waiting:
+        found, _, index = heapq.heappop(waiting)
+        if index in done or -found != there[index]:
+            continue
+        done.add(index)
+        ordered.append(index)
+        for fragment, pages in wanted[index].items():
+            if fragment in pool:
+                pool.move_to_end(fragment)
+                continue
+            pool[fragment] = pages
+            used += pages
+            shift(fragment, pages)
+        while used > budget and len(pool) > 1:
+            fragment, pages = pool.popitem(last=False)
+            used -= pages
+            shift(fragment, -pages)
+    return ordered
+
+
+def _windows(
+    ordered: Sequence[int], wanted: Mapping[int, Mapping[Any, int]], budget: int, most: int
+) -> Iterator[list[int]]:
+    """Neighbours that run together: at most so many, and while their fragments fit; one always does."""
+    chosen: list[int] = []
+    pages: dict[Any, int] = {}
+    for index in ordered:
+        more = {**pages, **wanted[index]}
+        if chosen and (len(chosen) == most or sum(more.values()) > budget):
+            yield chosen
+            chosen, more = [], dict(wanted[index])
+        chosen.append(index)
+        pages = more
+    if chosen:
+        yield chosen
+
+
+def _run_window(
+    llm: LLM,
+    chosen: Sequence[int],
+    encoded: Mapping[int, EncodedQuery],
+    settings: QueryOptions,
+    end: Callable[[BulkItem], None],
+) -> int:
+    """Run neighbours; returns how many fragments had to be computed.
+
+    A query whose requests are refused as they stand would refuse the submission: it ends alone, and the others run.
+    """
+    try:
+        job, found, facts = run_queries(llm, [encoded[index] for index in chosen], settings)
+    except DagError as error:
+        if len(chosen) == 1:
+            end(BulkItem(chosen[0], None, error))
+            return 0
+        return sum(_run_window(llm, [index], encoded, settings, end) for index in chosen)
+    for place, index in enumerate(chosen):
+        try:
+            end(BulkItem(index, result_of(llm.engine, job, place, found, facts), None))
+        except DagError as error:
+            end(BulkItem(index, None, _alone(error)))
+    return len(job.fragments)
+
+
+def _alone(error: DagError) -> DagError:
+    """The error with its path in its own query."""
+    field = error.field
+    if field is not None and field.startswith("queries["):
+        field = field.partition("].")[2]
+    return DagError(error.code, error.message, field)
+
+
+def _sorted(items: Mapping[int, BulkItem]) -> tuple[BulkItem, ...]:
+    return tuple(items[index] for index in sorted(items))

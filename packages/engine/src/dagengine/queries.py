@@ -1,0 +1,449 @@
+"""Span queries to requests of one submission, and their events back to answers. Runs nothing.
+
+    query ─ plan, lower ─► nodes ─ encode ─► EncodedQuery ─┐
+                                     kept fragments' states ─┴─ submit together ─► QueryJob ─► events ─► outcomes
+
+- A node is a request; a call's readers read its `turn` (its `output` where the chat template sets no turn apart).
+- A fragment, a node that reads and samples nothing, is a request of its own only where no equal one is there: kept from
+  an earlier query, or computed for another query or another call of this submission. Two equal fragments that one node
+  sees stay two.
+- A node whose input equals an earlier one's waits until that one is sealed, and shares its pages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dagengine_core_graph import Artifact
+from dagengine_core_graph.errors import GraphError
+from dagengine_core_graph.query import LoweredQuery, Plan, Query, QueryNode, lower, plan
+from dagengine_core_graph.query.expressions import Retriever
+from dagengine_core_graph.query.lowered import MAX_TOKENS
+
+from .core import EngineCore
+from .errors import DagError, as_dag_error
+from .fragments import DEFAULT_TTL_S, FragmentKey
+from .held import HeldInput, HeldParams
+from .inputs import new_request_id
+from .request import ContextRef, FinishedEvent, Keep, Request, check_parent
+from .sampling import MAX_SEED, SamplingParams
+from .tokenizer import ChatPrompt, Tokenizer
+
+CALL_FIELDS = ("max_tokens", "temperature")
+
+
+@dataclass(frozen=True)
+class QueryOptions:
+    """How queries run.
+
+    Attributes:
+        position: the position policy of every node.
+        backend: the attention backend; None is the engine's.
+        salt: the tenant.
+        max_tokens: of calls that name none; fewer where no more fit.
+        seed: of calls that name none; equal calls differ nevertheless. None draws one for each.
+        keep: what becomes of the answers' states; None drops them.
+        fragment_ttl_s: how long fragments are kept at first; None keeps only what is read or waited for meanwhile.
+    """
+
+    position: str = "linear"
+    backend: str | None = None
+    salt: str = ""
+    priority: int = 0
+    max_tokens: int = MAX_TOKENS
+    seed: int | None = None
+    keep: Keep | None = None
+    fragment_ttl_s: float | None = DEFAULT_TTL_S
+
+
+@dataclass(frozen=True)
+class EncodedQuery:
+    """A lowered query whose inputs are tokens.
+
+    Attributes:
+        prompts: by node id; not of what was answered before.
+        fragments: nodes that read and sample nothing: their tokens, and how many equal ones stand before them in what
+            the same reader sees.
+    """
+
+    planned: Plan
+    lowered: LoweredQuery
+    prompts: Mapping[str, ChatPrompt]
+    fragments: Mapping[str, tuple[tuple[int, ...], int]]
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """Ids of the calls whose answers the result holds and that are yet to be made, in order."""
+        return tuple(answer for answer in self.lowered.answers if answer in self.prompts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Own input tokens of all nodes."""
+        return sum(len(prompt.input_ids) for prompt in self.prompts.values())
+
+
+@dataclass(frozen=True)
+class QueryJob:
+    """Queries as one submission.
+
+    Attributes:
+        requests: parents first.
+        fragments: by request id: the fragments that are to be kept once they are states.
+        places: per query, node id to request id; what is read as a state of before has none.
+        nodes_of: request id to its nodes, as (query, node).
+    """
+
+    queries: tuple[EncodedQuery, ...]
+    options: QueryOptions
+    requests: tuple[Request, ...]
+    fragments: Mapping[str, FragmentKey]
+    places: tuple[Mapping[str, str], ...]
+    nodes_of: Mapping[str, tuple[tuple[int, QueryNode], ...]]
+
+    def locate(self, request_id: str, error: DagError) -> DagError:
+        """The error of a request with the path of its subtree as its field."""
+        found = self.nodes_of.get(request_id)
+        if found is None:
+            return error
+        index, node = found[0]
+        located = at_node(node, error)
+        if len(self.queries) > 1:
+            return DagError(located.code, located.message, f"queries[{index}].{located.field}")
+        return located
+
+    def answer_of(self, request_id: str) -> tuple[int, int] | None:
+        """Which query's which answer the request computes; None if it is no answer."""
+        for index, node in self.nodes_of.get(request_id, ()):
+            if node.id in self.queries[index].answers:
+                return index, self.queries[index].answers.index(node.id)
+        return None
+
+    def states(self, events: Sequence[FinishedEvent]) -> dict[FragmentKey, str]:
+        """Fragments that have become states."""
+        return {
+            self.fragments[event.request_id]: choice.dag.state
+            for event in events
+            if event.request_id in self.fragments
+            for choice in event.choices
+            if choice.dag.state is not None
+        }
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What a node became: an existing state, or a request."""
+
+    state: str | None = None
+    request: str | None = None
+
+    def ref(self, mode: Any, span: Any = None) -> ContextRef:
+        return ContextRef(state=self.state, request=self.request, mode=mode, span=span)
+
+
+def encode_query(
+    query: Query,
+    tokenizer: Tokenizer | None,
+    *,
+    retriever: Retriever | None = None,
+    reduce: int | None = None,
+    max_nodes: int | None = None,
+) -> EncodedQuery:
+    """Plan, lower and tokenize a query; takes as long as tokenizing does.
+
+    Args:
+        max_nodes: refuse queries that stand for more leaves and calls; None is the plan's own limit.
+
+    Raises:
+        DagError: the field is the path of the subtree, in the given query or in the planned one. `unsupported` where
+            the model has no tokenizer, or calls name different models: an engine has one.
+    """
+    if tokenizer is None:
+        raise DagError("unsupported", "this model has no tokenizer; queries are made of messages", "query")
+    try:
+        limits = {} if max_nodes is None else {"max_nodes": max_nodes}
+        planned = plan(query, retriever=retriever, reduce=reduce, **limits)
+        lowered = lower(planned)
+    except GraphError as error:
+        raise as_dag_error(error) from None
+    return encode_lowered(planned, lowered, tokenizer)
+
+
+def encode_lowered(planned: Plan, lowered: LoweredQuery, tokenizer: Tokenizer) -> EncodedQuery:
+    """Tokenize a lowered query. Raises as `encode_query`."""
+    if len(lowered.models) > 1:
+        models = ", ".join(lowered.models)
+        raise DagError("unsupported", f"calls name several models ({models}); an engine has one", "model")
+    prompts: dict[str, ChatPrompt] = {}
+    for node in lowered.nodes:
+        if _held(node) is not None or any(isinstance(part, HeldInput) for part in node.parts):
+            continue
+        try:
+            prompt = tokenizer.chat(
+                node.messages, generate=node.generate is not None, has_context=node.continues
+            )
+        except DagError as error:
+            raise DagError(error.code, error.message, node.path or None) from None
+        if not prompt.input_ids:
+            raise DagError("invalid_request", "the chat template makes no token of this", node.path or None)
+        prompts[node.id] = prompt
+    return EncodedQuery(planned, lowered, prompts, _fragments(lowered, prompts))
+
+
+def fragment_keys(queries: Sequence[EncodedQuery], options: QueryOptions) -> list[FragmentKey]:
+    """The fragments of which one state serves all readers, each once, in order."""
+    keys = (
+        FragmentKey(ids, options.backend, options.salt)
+        for query in queries
+        for ids, slot in query.fragments.values()
+        if slot == 0
+    )
+    return list(dict.fromkeys(keys))
+
+
+def query_job(
+    queries: Sequence[EncodedQuery],
+    options: QueryOptions,
+    kept: Mapping[FragmentKey, str] | None = None,
+    *,
+    seeds: Sequence[Mapping[str, int]] | None = None,
+    prepare_only: bool = False,
+) -> QueryJob:
+    """The requests of queries that run together.
+
+    Args:
+        kept: states of fragments that are there already.
+        seeds: per query, seeds of calls by node id, in place of what else would decide them.
+        prepare_only: leave out calls and what reads them; everything else is kept as a fragment's states are.
+
+    Raises:
+        DagError: sampling parameters, with the path of the call.
+    """
+    builder = _Builder(queries, options, kept or {}, seeds or [{}] * len(queries), prepare_only)
+    for index in range(len(queries)):
+        builder.add(index)
+    return builder.job()
+
+
+def locate_refusal(core: EngineCore, job: QueryJob, error: DagError) -> DagError:
+    """Why a submission was refused as a whole, located: the refusal of the first request that is refused by itself."""
+    if error.code in ("queue_full", "draining", "engine_dead"):
+        return error
+    if len(job.requests) == 1:
+        return job.locate(job.requests[0].id, error)
+    earlier: dict[str, Request] = {}
+    for request in job.requests:
+        try:
+            core.check(request)
+            for index, ref in enumerate(request.context):
+                if ref.request is None:
+                    core.preparer.resolve(ref, index, request.salt)
+                else:
+                    check_parent(ref.request, earlier, f"context[{index}].request")
+        except DagError as found:
+            return job.locate(request.id, found)
+        earlier[request.id] = request
+    return error
+
+
+def at_node(node: QueryNode, error: DagError) -> DagError:
+    """The error of a node's request, with its path in the query, and the option that is to blame."""
+    if node.generate is None or error.field not in SamplingParams.__dataclass_fields__:
+        return DagError(error.code, error.message, node.path or "query")
+    return _at_option(node, error)
+
+
+def _at_option(node: QueryNode, error: DagError) -> DagError:
+    name = error.field if error.field in CALL_FIELDS else f"options.{error.field}"
+    return DagError(error.code, error.message, f"{node.path}.{name}")
+
+
+@dataclass
+class _Builder:
+    queries: Sequence[EncodedQuery]
+    options: QueryOptions
+    kept: Mapping[FragmentKey, str]
+    seeds: Sequence[Mapping[str, int]]
+    prepare_only: bool
+    requests: list[Request] = field(default_factory=list)
+    fragments: dict[str, FragmentKey] = field(default_factory=dict)
+    shared: dict[tuple[FragmentKey, int], _Target] = field(default_factory=dict)
+    places: list[dict[str, str]] = field(default_factory=list)
+    nodes_of: dict[str, list[tuple[int, QueryNode]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.submission = new_request_id()
+
+    def add(self, index: int) -> None:
+        query = self.queries[index]
+        targets: dict[str, _Target] = {}
+        place: dict[str, str] = {}
+        read = {str(ref.node) for node in query.lowered.nodes for ref in node.context}
+        waited = {node.reuses for node in query.lowered.nodes}
+        self.places.append(place)
+        for node in query.lowered.nodes:
+            held = _held(node)
+            if held is not None:
+                targets[node.id] = _Target(state=held)
+                continue
+            if node.id not in query.prompts:
+                continue
+            if self.prepare_only and (
+                node.generate is not None or any(str(ref.node) not in targets for ref in node.context)
+            ):
+                continue
+            if node.id in query.fragments:
+                target = self.fragment(query, node)
+            else:
+                unread = node.id not in read and node.id not in waited
+                target = self.node(query, node, targets, unread, self.seeds[index].get(node.id))
+            targets[node.id] = target
+            if target.request is not None:
+                place[node.id] = target.request
+                self.nodes_of.setdefault(target.request, []).append((index, node))
+
+    def fragment(self, query: EncodedQuery, node: QueryNode) -> _Target:
+        ids, slot = query.fragments[node.id]
+        key = FragmentKey(ids, self.options.backend, self.options.salt)
+        target = self.shared.get((key, slot))
+        if target is not None:
+            return target
+        if slot == 0 and key in self.kept:
+            target = _Target(state=self.kept[key])
+        else:
+            first = self.shared[key, 0].request if slot else None
+            after = () if first is None else (first,)
+            ttl = self.options.fragment_ttl_s if slot == 0 else None
+            target = self.request(query.prompts[node.id], None, (), after, Keep(ttl_s=ttl) if ttl else None)
+            if slot == 0 and ttl:
+                assert target.request is not None
+                self.fragments[target.request] = key
+        self.shared[key, slot] = target
+        return target
+
+    def node(
+        self,
+        query: EncodedQuery,
+        node: QueryNode,
+        targets: Mapping[str, _Target],
+        unread: bool,
+        seed: int | None,
+    ) -> _Target:
+        context = []
+        for ref in node.context:
+            target = targets[str(ref.node)]
+            if isinstance(ref, Artifact):
+                prompt = query.prompts.get(str(ref.node))
+                apart = prompt is None or prompt.turn_start is not None
+                context.append(target.ref("artifact", "turn" if apart else "output"))
+            else:
+                context.append(target.ref("inherit"))
+        after: tuple[str, ...] = ()
+        known = None if node.reuses is None else targets.get(node.reuses)
+        if known is not None and known.request is not None and self.samples_nothing(known.request):
+            after = (known.request,)
+        keep = None
+        if node.id in query.lowered.answers:
+            keep = self.options.keep
+        elif node.generate is None and (unread or self.prepare_only) and self.options.fragment_ttl_s:
+            keep = Keep(ttl_s=self.options.fragment_ttl_s)
+        return self.request(query.prompts[node.id], self.sampling(node, seed), tuple(context), after, keep)
+
+    def samples_nothing(self, request_id: str) -> bool:
+        return all(node.generate is None for _, node in self.nodes_of[request_id])
+
+    def sampling(self, node: QueryNode, seed: int | None) -> SamplingParams | None:
+        options = node.sampling(None)
+        if options is None:
+            return None
+        named = options.get("seed", self.options.seed)
+        try:
+            if seed is not None:
+                options["seed"] = seed
+            elif named is not None:
+                SamplingParams.from_mapping({"seed": named})
+                options["seed"] = _wrapped(int(named) + node.sample)  # type: ignore[arg-type]
+            return SamplingParams.from_mapping(options)
+        except DagError as error:
+            raise _at_option(node, error) from None
+
+    def request(
+        self,
+        prompt: ChatPrompt,
+        sampling: SamplingParams | None,
+        context: tuple[ContextRef, ...],
+        after: tuple[str, ...],
+        keep: Keep | None,
+    ) -> _Target:
+        options = self.options
+        request = Request(
+            id=f"{self.submission}:{len(self.requests)}",
+            input_ids=prompt.input_ids,
+            sampling=sampling,
+            context=context,
+            position=options.position,
+            backend=options.backend,
+            keep=keep,
+            salt=options.salt,
+            priority=options.priority,
+            turn_start=prompt.turn_start,
+            after=after,
+            most_tokens=options.max_tokens if sampling is not None else None,
+        )
+        self.requests.append(request)
+        return _Target(request=request.id)
+
+    def job(self) -> QueryJob:
+        return QueryJob(
+            tuple(self.queries),
+            self.options,
+            tuple(self.requests),
+            self.fragments,
+            tuple(self.places),
+            {request: tuple(nodes) for request, nodes in self.nodes_of.items()},
+        )
+
+
+def _fragments(
+    lowered: LoweredQuery, prompts: Mapping[str, ChatPrompt]
+) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Nodes that read and sample nothing, numbered among the equal ones that the same reader sees.
+
+    A node is inherited by one other at most, so what a reader sees is a tree under it, and no other reader sees any of
+    that.
+    """
+    inherited: dict[str, list[str]] = {}
+    parents: set[str] = set()
+    plain = {
+        node.id: prompts[node.id].input_ids
+        for node in lowered.nodes
+        if node.generate is None and not node.context and node.id in prompts
+    }
+    for node in lowered.nodes:
+        below: list[str] = [node.id] if node.id in plain else []
+        for ref in node.context:
+            if not isinstance(ref, Artifact):
+                below += inherited[str(ref.node)]
+                parents.add(str(ref.node))
+        inherited[node.id] = below
+    found: dict[str, tuple[tuple[int, ...], int]] = {}
+    for node in lowered.nodes:
+        if node.id in parents:
+            continue
+        seen: Counter[tuple[int, ...]] = Counter()
+        for name in inherited[node.id]:
+            ids = plain[name]
+            found[name] = ids, seen[ids]
+            seen[ids] += 1
+    return found
+
+
+def _held(node: QueryNode) -> str | None:
+    """The state of a call that was answered before."""
+    return node.generate.state.id if isinstance(node.generate, HeldParams) else None
+
+
+def _wrapped(seed: int) -> int:
+    return seed if seed <= MAX_SEED else seed - 2 * MAX_SEED - 2

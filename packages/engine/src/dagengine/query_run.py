@@ -1,0 +1,137 @@
+"""Running queries on an engine from a thread that waits, or from an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from .async_engine import EngineThread
+from .calls import release_states
+from .core import EngineCore
+from .errors import DagError
+from .fragments import FragmentKey, FragmentStates
+from .queries import EncodedQuery, QueryJob, QueryOptions, fragment_keys, locate_refusal, query_job
+from .query_results import QueryResult, outcome_of, query_result
+from .request import Event, FinishedEvent, TokenEvent
+
+if TYPE_CHECKING:
+    from .llm import LLM
+
+OnText = Callable[[int, str], None]
+"""on_text(answer, text): new text of answer number so many."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Handles on kept fragments for one submission, and the engine's facts."""
+
+    states: Mapping[FragmentKey, str]
+    facts: Mapping[str, object]
+
+    def release(self, engine: EngineThread) -> None:
+        for state in self.states.values():
+            engine.post(lambda core, state=state: core.release_state(state))  # type: ignore[misc]
+
+
+def taking(fragments: FragmentStates, keys: Sequence[FragmentKey]) -> Callable[[EngineCore], Taken]:
+    """What takes handles on fragments, on the engine's thread."""
+    return lambda core: Taken(fragments.take(core, keys), core.facts)
+
+
+def run_queries(
+    llm: LLM,
+    queries: Sequence[EncodedQuery],
+    options: QueryOptions,
+    *,
+    seeds: Sequence[Mapping[str, int]] | None = None,
+    on_event: Callable[[QueryJob, Event], None] | None = None,
+) -> tuple[QueryJob, dict[str, FinishedEvent], Mapping[str, object]]:
+    """Run queries as one submission: the job, its terminal events by request id, and the engine's facts.
+
+    Raises:
+        DagError: the submission was refused as a whole.
+    """
+    engine = llm.engine
+    taken = engine.ask(taking(llm.fragments, fragment_keys(queries, options)))
+    try:
+        job = query_job(queries, options, taken.states, seeds=seeds)
+        forward = None if on_event is None else (lambda event: on_event(job, event))
+        try:
+            events = llm.run(job.requests, forward)
+        except DagError as error:
+            raise engine.ask(partial(locate_refusal, job=job, error=error)) from None
+    finally:
+        taken.release(engine)
+    states = job.states(events)
+    engine.post(lambda core: llm.fragments.keep(core, states))
+    return job, {event.request_id: event for event in events}, taken.facts
+
+
+def result_of(
+    engine: EngineThread,
+    job: QueryJob,
+    index: int,
+    found: Mapping[str, FinishedEvent],
+    facts: Mapping[str, object],
+) -> QueryResult:
+    """A job's query as a result. Raises DagError where a node of it failed; the answers' states are released then."""
+    try:
+        return query_result(engine, job, index, outcome_of(job, index, found, facts))
+    except DagError:
+        for answer in job.queries[index].answers:
+            release_states(engine, found[job.places[index][answer]])
+        raise
+
+
+def texts_of(on_text: OnText | None) -> Callable[[QueryJob, Event], None] | None:
+    """An event listener for the texts of a single query's answers."""
+    if on_text is None:
+        return None
+
+    def listen(job: QueryJob, event: Event) -> None:
+        answer = job.answer_of(event.request_id)
+        if answer is not None and isinstance(event, TokenEvent) and event.text:
+            on_text(answer[1], event.text)
+
+    return listen
+
+
+async def stream_query(
+    llm: LLM,
+    query: EncodedQuery,
+    options: QueryOptions,
+    stream_events: Callable[[EngineThread, Sequence], AsyncGenerator[Event, None]],
+) -> AsyncGenerator[tuple[int, str] | QueryResult, None]:
+    """New texts as (answer, text), then the result; leaving early cancels what has not finished."""
+    engine = llm.engine
+    keys = fragment_keys([query], options)
+    taken = await asyncio.wrap_future(engine.call(taking(llm.fragments, keys)))
+    found: dict[str, FinishedEvent] = {}
+    ended = False
+    try:
+        job = query_job([query], options, taken.states)
+        try:
+            async with aclosing(stream_events(engine, job.requests)) as events:
+                async for event in events:
+                    if isinstance(event, FinishedEvent):
+                        found[event.request_id] = event
+                        continue
+                    answer = job.answer_of(event.request_id)
+                    if answer is not None and event.text:
+                        yield answer[1], event.text
+        except DagError as error:
+            locate = partial(locate_refusal, job=job, error=error)
+            raise await asyncio.wrap_future(engine.call(locate)) from None
+        ended = True
+    finally:
+        taken.release(engine)
+        if not ended:
+            for event in found.values():
+                release_states(engine, event)
+    states = job.states(list(found.values()))
+    engine.post(lambda core: llm.fragments.keep(core, states))
+    yield result_of(engine, job, 0, found, taken.facts)

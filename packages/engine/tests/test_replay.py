@@ -1,0 +1,106 @@
+"""What a record says was done is done again with the same tokens, on an engine that promises that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagengine import LLM, DagError
+from dagengine.replay import ReplayReport, find_records, replay
+from dagengine_core_graph.query import cross, g, plus, repeat, retrieve, system
+
+
+def engine(folder: Path, **options: Any) -> LLM:
+    given = {"load_format": "dummy", "seed": 1, "page_size": 4, "kv_pages": 512, "dtype": "bfloat16"}
+    return LLM(folder, device="cpu", **{**given, "batch_invariant": True, **options})
+
+
+@pytest.fixture(scope="module")
+def first(model_folder: Path) -> Iterator[LLM]:
+    with engine(model_folder) as found:
+        yield found
+
+
+def again(folder: Path, records: Any, **options: Any) -> ReplayReport:
+    """The report of another engine, which was told nothing but JSON; it is busy with other things meanwhile."""
+    with engine(folder, **options) as llm:
+        llm.prefill(["what is", "here already"])
+        return replay(llm, find_records(json.loads(json.dumps(records))))
+
+
+def record_of(result: Any) -> dict[str, Any]:
+    return dict(result.dag.record)
+
+
+def test_plain_answers_are_the_same_again(first: LLM, model_folder: Path) -> None:
+    answers = first.generate(["one", "two"], max_tokens=12, temperature=1.0, logit_bias={65: 3.0})
+    several = first.generate("three", max_tokens=12, n=3, temperature=0.9, seed=2**63 - 5)
+    chat = first.chat([[{"role": "user", "content": "four"}]], max_tokens=5, temperature=0.0)
+    report = again(model_folder, [record_of(answer) for answer in [*answers, *several, *chat]])
+    assert report.exact and report.equal and len(report.answers) == 6 and not report.differences
+    assert {len(answer.found) for answer in report.answers} <= {5, 12, *range(1, 12)}
+    assert len({answer.found for answer in report.answers}) == 6
+
+
+def test_what_reads_states_is_the_same_where_their_records_are_there(first: LLM, model_folder: Path) -> None:
+    docs = first.generate(["doc one", "doc two"], max_tokens=9, temperature=1.0)
+    judge = first.generate(
+        "judge", context=[docs[0].artifact(), docs[1]], max_tokens=8, temperature=1.0, position="native"
+    )
+    records = [record_of(answer) for answer in (judge, *docs)]
+    assert again(model_folder, records).equal
+    with pytest.raises(DagError) as error:
+        again(model_folder, records[:2])
+    assert (error.value.code, error.value.field) == ("state_not_found", "records[0].inputs.context[1]")
+
+
+def test_a_graph_is_the_same_again(first: LLM, model_folder: Path) -> None:
+    with first.graph() as graph:
+        x = graph.node("a document")
+        y = graph.node("a draft", context=[x], max_tokens=7, temperature=1.0)
+        graph.node("a verdict", context=[x.digest(), y.artifact("all")], max_tokens=7, temperature=0.7)
+    report = again(model_folder, [record_of(result) for result in graph.results.values()])
+    assert report.equal and len(report.answers) == 3
+
+
+def test_a_query_is_the_same_again(first: LLM, model_folder: Path) -> None:
+    draft = g(cross("draft", plus("a", "b")), max_tokens=6, temperature=1.0)
+    query = g(
+        cross(system("judge"), retrieve("shelf", "what?"), repeat(3, draft), "which?"),
+        max_tokens=9,
+        temperature=0.8,
+    )
+    found = first.query(query, retriever=lambda _: ["piece one", "piece two"], keep=False)
+    report = again(model_folder, {"choices": [], "dag": {"record": found.record}})
+    assert report.exact and report.equal and len(report.answers) == 4
+    assert [answer.name for answer in report.answers][-1] == "g"
+
+
+def test_a_difference_is_found_and_placed(first: LLM, model_folder: Path) -> None:
+    record = record_of(first.generate("one", max_tokens=12, temperature=1.0, seed=3))
+    wrong = json.loads(json.dumps(record))
+    wrong["output"]["token_ids"][4] ^= 1
+    report = again(model_folder, [wrong])
+    assert not report.equal and report.answers[0].first_difference == 4
+    other = json.loads(json.dumps(record))
+    other["seed"] += 1
+    assert not again(model_folder, [other]).equal
+    short = json.loads(json.dumps(record))
+    short["output"]["token_ids"].pop()
+    assert again(model_folder, [short]).answers[0].first_difference == len(record["output"]["token_ids"]) - 1
+
+
+def test_other_circumstances_are_told_and_another_model_is_refused(first: LLM, model_folder: Path) -> None:
+    record = record_of(first.generate("one", max_tokens=3, temperature=0.0))
+    report = again(model_folder, record, batch_invariant=False, page_size=8)
+    assert not report.exact
+    assert [note.partition(":")[0] for note in report.differences] == ["batch_invariant", "page_size"]
+    with pytest.raises(DagError) as error:
+        again(model_folder, record, seed=2)
+    assert (error.value.code, error.value.field) == ("signature_mismatch", "records[0].signature.model")
+    with pytest.raises(DagError):
+        find_records({"choices": [{"text": "a"}]})

@@ -1,0 +1,342 @@
+"""`/v1/query`: span queries in spnl's wire form or as `dagengine.query/v1`, executed as one graph each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from dagengine import DagError, Keep
+from dagengine.errors import as_dag_error
+from dagengine.queries import (
+    EncodedQuery,
+    QueryJob,
+    QueryOptions,
+    encode_query,
+    fragment_keys,
+    locate_refusal,
+    query_job,
+)
+from dagengine.query_results import Outcome, outcome_of
+from dagengine.query_run import Taken, taking
+from dagengine.request import Choice, Event, FinishedEvent, TokenEvent
+from dagengine_core_graph.query import GenerateParams, Map, dump_query, load_query
+from dagengine_core_graph.query import Query as SpanQuery
+
+from ..answers import dag_object
+from ..errors import envelope
+from ..limits import MAX_CLIENT_ID
+from ..parsing import read_query_json
+from ..service import Service
+from ..sse import DONE, PING, EventStream, data_event, error_event, unless_disconnected
+from ..submission import Submission
+from .common import id_of, json_response, off_loop, service_of, tenant_of
+
+router = APIRouter(prefix="/v1/query", tags=["queries"])
+SPNL_PREFIX = "spnl/"
+CACHE_SALT = Query(
+    None, min_length=1, max_length=256, description="States and reuse are shared only within one salt."
+)
+POSITION = Query(None, max_length=64, description="The position policy of every node.")
+BACKEND = Query(None, max_length=64, description="The attention backend of every node.")
+REDUCE = Query(
+    None, ge=2, description="Reduce judges declared closed to groups of so many candidates; not exact."
+)
+KEEP_TTL = Query(None, gt=0, le=10**9, description="Keep the answers' states for so many seconds.")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A query that is submitted.
+
+    Attributes:
+        texts: whether it is a `map`, whose answer is a text completion.
+    """
+
+    head: Mapping[str, Any]
+    query: QueryJob
+    taken: Taken
+    texts: bool
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.query.queries[0].answers)
+
+
+@router.post("/execute", openapi_extra={"x-body": "SpanQuery"})
+async def execute(
+    request: Request,
+    stream: bool = Query(
+        False, description="Server-sent events of text completions, in place of one answer."
+    ),
+    cache_salt: str | None = CACHE_SALT,
+    position: str | None = POSITION,
+    backend: str | None = BACKEND,
+    reduce: int | None = REDUCE,
+    keep_ttl_s: float | None = KEEP_TTL,
+) -> Response:
+    """Run a span query; nested calls are one graph. Answers of the calls that its result holds are the choices."""
+    service = service_of(request)
+    keep = None if keep_ttl_s is None else Keep(ttl_s=keep_ttl_s)
+    encoded, options, texts = await _encoded(request, cache_salt, position, backend, reduce, keep)
+    job = await _job(request, encoded, options, texts)
+    headers = _echo(request)
+    with service.submission(
+        id_of(request), tenant_of(request), job.query.requests, locate=_unlocated, together=True
+    ) as submission:
+        await _start(service, job, submission)
+        if stream:
+            source = _events(service, job, submission)
+            return EventStream(source, lambda: service.end(id_of(request)), headers)
+        outcome = await unless_disconnected(_outcome(service, job, submission), request.receive)
+        answer = json_response(_answer(job, outcome))
+        submission.delivered()
+    service.end(id_of(request))
+    answer.headers.update(headers)
+    return answer
+
+
+@router.post("/prepare", openapi_extra={"x-body": "SpanQuery"})
+async def prepare(
+    request: Request,
+    cache_salt: str | None = CACHE_SALT,
+    position: str | None = POSITION,
+    backend: str | None = BACKEND,
+) -> Response:
+    """Compute what of a query needs no call, and keep it, so that executing it finds that: `{"success": true}`."""
+    service = service_of(request)
+    encoded, options, texts = await _encoded(request, cache_salt, position, backend, None, None)
+    job = await _job(request, encoded, options, texts, prepare_only=True)
+    with service.submission(
+        id_of(request), tenant_of(request), job.query.requests, locate=_unlocated, together=True
+    ) as submission:
+        await _start(service, job, submission)
+        found = await unless_disconnected(_finished(service, job, submission), request.receive)
+        for event in found.values():
+            if event.error is not None:
+                raise job.query.locate(event.request_id, event.error)
+        submission.delivered()
+    service.end(id_of(request))
+    answer = json_response({"success": True})
+    answer.headers.update(_echo(request))
+    return answer
+
+
+async def _encoded(
+    request: Request,
+    cache_salt: str | None,
+    position: str | None,
+    backend: str | None,
+    reduce: int | None,
+    keep: Keep | None,
+) -> tuple[EncodedQuery, QueryOptions, bool]:
+    """Read, plan, lower and tokenize the body. Raises DagError naming the subtree."""
+    service, value = service_of(request), await read_query_json(request)
+    tenant = tenant_of(request)
+    options = QueryOptions(
+        position=position or service.model.default_policy,
+        backend=backend,
+        salt=tenant.salt(cache_salt),
+        keep=keep,
+        fragment_ttl_s=service.fragments.ttl_s if service.fragments.most else None,
+    )
+
+    def encode() -> tuple[EncodedQuery, bool]:
+        try:
+            query = load_query(value)
+        except Exception as error:
+            raise as_dag_error(error) from None
+        encoded = encode_query(
+            _renamed(query),
+            service.model.tokenizer,
+            retriever=service.retriever,
+            reduce=reduce,
+            max_nodes=service.settings.max_query_nodes,
+        )
+        for name in encoded.lowered.models:
+            service.check_model(name)
+        for node in encoded.lowered.nodes:
+            if len(node.context) > service.settings.max_context:
+                message = f"a call sees at most {service.settings.max_context} parts"
+                raise DagError("capacity", message, node.path)
+        return encoded, isinstance(query, Map)
+
+    encoded, texts = await off_loop(encode)
+    return encoded, options, texts
+
+
+async def _job(
+    request: Request,
+    encoded: EncodedQuery,
+    options: QueryOptions,
+    texts: bool,
+    *,
+    prepare_only: bool = False,
+) -> Job:
+    """The engine requests, with handles on the fragments that are kept. Raises DagError."""
+    service = service_of(request)
+    taken = await service.call(taking(service.fragments, fragment_keys([encoded], options)))
+    try:
+        query = query_job([encoded], options, taken.states, prepare_only=prepare_only)
+    except BaseException:
+        taken.release(service.engine)
+        raise
+    head = {"id": id_of(request), "created": int(time.time()), "model": service.settings.served_model_name}
+    return Job(head, query, taken, texts)
+
+
+async def _start(service: Service, job: Job, submission: Submission) -> None:
+    """Submit. Raises DagError, the first refusal, located."""
+    try:
+        await submission.start()
+    except DagError as error:
+        raise await service.call(partial(locate_refusal, job=job.query, error=error)) from None
+    finally:
+        job.taken.release(service.engine)
+
+
+async def _finished(service: Service, job: Job, submission: Submission) -> dict[str, FinishedEvent]:
+    """Terminal events by request id; fragments among them are kept."""
+    found = {event.request_id: event for event in await submission.results()}
+    await _keep(service, job, submission, list(found.values()))
+    return found
+
+
+async def _outcome(service: Service, job: Job, submission: Submission) -> Outcome:
+    found = await _finished(service, job, submission)
+    return outcome_of(job.query, 0, found, job.taken.facts)
+
+
+async def _keep(service: Service, job: Job, submission: Submission, events: list[FinishedEvent]) -> None:
+    """Hand states of fragments over to those that keep them."""
+    states = job.query.states(events)
+    if not states:
+        return
+    for event in events:
+        if event.request_id in job.query.fragments:
+            submission.delivered(event.request_id)
+    await service.call(lambda core: service.fragments.keep(core, states))
+
+
+def _answer(job: Job, outcome: Outcome) -> dict[str, Any]:
+    """spnl's two shapes: a chat completion, or a text completion for a `map`; and what else there is to say."""
+    kind = "text_completion" if job.texts else "chat.completion"
+    return {
+        **job.head,
+        "object": kind,
+        "choices": [_choice(job, index, choice) for index, choice in enumerate(outcome.answers)],
+        "usage": _usage(outcome),
+        "result": dump_query(outcome.result)["query"],
+        "dag": {"record": dict(outcome.record)},
+    }
+
+
+def _choice(job: Job, index: int, choice: Choice) -> dict[str, Any]:
+    said: dict[str, Any] = (
+        {"text": choice.text}
+        if job.texts
+        else {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+    )
+    return {
+        "index": index,
+        **said,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+        "logprobs": None,
+        "dag": _dag(choice),
+    }
+
+
+def _dag(choice: Choice) -> dict[str, Any]:
+    """The `dag` of one answer; the record is the query's."""
+    return {name: value for name, value in dag_object(choice.dag).items() if name != "record"}
+
+
+def _usage(outcome: Outcome) -> dict[str, Any]:
+    used = outcome.usage
+    return {
+        "prompt_tokens": used.prompt_tokens,
+        "completion_tokens": used.completion_tokens,
+        "total_tokens": used.prompt_tokens + used.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+    }
+
+
+async def _events(service: Service, job: Job, submission: Submission) -> AsyncGenerator[bytes, None]:
+    """Chunks of text completions, as spnl's client reads them for every query; the last says how each answer ended."""
+    found: dict[str, FinishedEvent] = {}
+    async with aclosing(submission.batches(service.settings.ping_interval_s)) as batches:
+        async for batch in batches:
+            sent = b"" if batch else PING
+            ended = [event for event in batch if isinstance(event, FinishedEvent)]
+            failed = next((event for event in ended if event.error is not None), None)
+            if failed is not None:
+                assert failed.error is not None
+                yield error_event(envelope(job.query.locate(failed.request_id, failed.error)))
+                return
+            await _keep(service, job, submission, ended)
+            for event in batch:
+                sent += _chunk(job, event)
+            found.update((event.request_id, event) for event in ended)
+            if sent:
+                yield sent
+    health = service.health()
+    if health is not None and len(found) < len(job.query.requests):
+        yield error_event(envelope(health))
+        return
+    outcome = outcome_of(job.query, 0, found, job.taken.facts)
+    chunks: list[dict[str, Any]] = [
+        {
+            "choices": [
+                {
+                    "index": index,
+                    "text": "",
+                    "finish_reason": choice.finish_reason,
+                    "logprobs": None,
+                    "dag": _dag(choice),
+                }
+            ]
+        }
+        for index, choice in enumerate(outcome.answers)
+    ] or [{"choices": []}]
+    chunks[-1] |= {"usage": _usage(outcome), "dag": {"record": dict(outcome.record)}}
+    last = b"".join(data_event({**job.head, "object": "text_completion", **chunk}) for chunk in chunks)
+    yield last + DONE
+    submission.delivered()
+
+
+def _chunk(job: Job, event: Event) -> bytes:
+    answer = job.query.answer_of(event.request_id)
+    if answer is None or not isinstance(event, TokenEvent) or not event.text:
+        return b""
+    choice = {"index": answer[1], "text": event.text, "finish_reason": None, "logprobs": None}
+    return data_event({**job.head, "object": "text_completion", "choices": [choice]})
+
+
+def _unlocated(request_id: str, error: DagError) -> DagError:
+    """Errors are located where they are told."""
+    return error
+
+
+def _renamed(query: SpanQuery) -> SpanQuery:
+    """The query with spnl's prefix taken off the models' names."""
+    below = query.subqueries
+    renamed = tuple(_renamed(part) for part in below)
+    if any(before is not after for before, after in zip(below, renamed, strict=True)):
+        query = query.with_subqueries(renamed)
+    params = getattr(query, "params", None)
+    if isinstance(params, GenerateParams) and params.model and params.model.startswith(SPNL_PREFIX):
+        query = replace(query, params=replace(params, model=params.model.removeprefix(SPNL_PREFIX)))  # type: ignore[call-arg]
+    return query
+
+
+def _echo(request: Request) -> dict[str, str]:
+    """A client's own id, given back; it means nothing here."""
+    given = request.headers.get("x-request-id")
+    return {"X-Client-Request-Id": given} if given and len(given) <= MAX_CLIENT_ID else {}

@@ -1,0 +1,107 @@
+"""`explain`, `audit` and `replay` of span queries, on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Server
+
+from dagengine_server.cli import main
+
+ENGINE = ["--device", "cpu", "--kv-pages", "300", "--page-size", "4"]
+
+
+def run(*arguments: str) -> int:
+    return main(list(map(str, arguments)))
+
+
+@pytest.fixture
+def query(tmp_path: Path) -> Path:
+    path = tmp_path / "query.json"
+    judge = {"cross": [{"system": "S"}, {"plus": [{"user": "one"}, {"user": "two"}]}, {"user": "Q"}]}
+    path.write_text(json.dumps({"repeat": {"n": 2, "g": {"model": "m", "max_tokens": 5, "input": judge}}}))
+    return path
+
+
+def test_explain_shows_the_tree_after_each_rule_the_graph_and_the_layout(
+    query: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("explain", str(query)) == 0
+    text = capsys.readouterr().out
+    for words in ("after unroll_repeat", "after distribute_plus", "flowchart TB", "layout (linear)", "reuse"):
+        assert words in text
+    assert run("explain", str(query), "--json", "--model", str(model_folder)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [step["rule"] for step in found["steps"]] == ["unroll_repeat", "distribute_plus"]
+    calls = [row for row in found["tokens"] if row["sampled"]]
+    assert [row["sampled"] for row in calls] == [5, 5] and all(row["visible"] > 10 for row in calls)
+
+
+def test_explain_and_serve_read_corpora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"text": "Cows give milk."}\n{"text": "Bees make honey."}\n')
+    question = {"retrieve": {"corpus": "farm", "question": {"user": "milk?"}, "limit": 1}}
+    document = {
+        "format": "dagengine.query/v1",
+        "query": {"g": {"input": {"cross": [question, {"user": "?"}]}}},
+    }
+    (tmp_path / "query.json").write_text(json.dumps(document))
+    corpus = f"farm={tmp_path}/corpus.jsonl"
+    assert run("explain", str(tmp_path / "query.json"), "--corpus", corpus) == 0
+    assert "Cows give milk." in capsys.readouterr().out
+    assert run("explain", str(tmp_path / "query.json")) == 1
+    assert "no corpus 'farm'" in capsys.readouterr().err
+    for wrong in ("farm", "=x", f"farm={tmp_path}/none.jsonl"):
+        assert run("explain", str(tmp_path / "query.json"), "--corpus", wrong) == 1
+
+
+def test_what_is_no_query_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "query.json"
+    path.write_text('{"g": {"model": "m", "input": {"cross": [{"user": "a"}, {"plus": []}]}}}')
+    assert run("explain", str(path)) == 1
+    assert "g.input.cross[1].plus" in capsys.readouterr().err
+    assert run("audit", str(path), "--model", "none") == 1
+    assert "g.input.cross[1].plus" in capsys.readouterr().err
+
+
+def test_audit_says_what_changes(query: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["audit", str(query), "--model", str(model_folder), "--runs", "2", *ENGINE]
+    assert run(*arguments, "--json") == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["runs"] >= 1 and len(found["calls"]) == 2 == len(found["answers"])
+    assert "of 3 runs" in captured.err or "of 4 runs" in captured.err
+    assert run(*arguments) == 0
+    text = capsys.readouterr().out
+    assert "least agreement of an answer" in text and "plain prompt" in text
+
+
+def test_replay_compares_what_a_server_said(
+    server: Server, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = server.post("/v1/states", {"input": "a document"}).json()
+    context = [{"state": state["id"]}]
+    answers: list[Any] = [
+        state,
+        server.complete(max_tokens=6, temperature=1.0, n=2),
+        server.complete(max_tokens=6, temperature=1.0, dag={"context": context}),
+        server.post(
+            "/v1/query/execute", {"g": {"model": "tiny", "max_tokens": 4, "input": {"user": "a"}}}
+        ).json(),
+    ]
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    arguments = ["replay", str(path), "--model", str(model_folder), "--device", "cpu", "--kv-pages", "300"]
+    assert run(*arguments, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"] and not found["exact"] and len(found["answers"]) == 5
+    assert run(*arguments) == 0 and "equal" in capsys.readouterr().out
+    answers[2]["dag"]["record"]["output"]["token_ids"][1] ^= 3
+    path.write_text(json.dumps(answers))
+    assert run(*arguments) == 1
+    assert "differs" in capsys.readouterr().out
+    path.write_text(json.dumps(answers[2]))
+    assert run(*arguments) == 1
+    assert "whose record is not here" in capsys.readouterr().err

@@ -1,0 +1,230 @@
+"""`/v1/query`: what spnl's client sends is run as one graph, in the shapes that it reads; what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import MODEL, Server, wait_until
+
+from dagengine_core_graph.query import load_query
+
+PLAIN = {"Content-Type": "text/plain"}
+
+
+def g(input: Any, model: str = MODEL, max_tokens: int = 6, temperature: float = 0.0) -> dict[str, Any]:
+    return {"g": {"model": model, "max_tokens": max_tokens, "temperature": temperature, "input": input}}
+
+
+RAG = {"cross": [{"system": "S"}, {"plus": [{"user": "A piece"}, {"user": "B piece"}]}, {"user": "Q"}]}
+NESTED = {"cross": [{"system": "judge"}, {"plus": [g({"user": "a"}), g({"user": "b"})]}, {"user": "which?"}]}
+CAPTURED: dict[str, dict[str, Any]] = {
+    "repeat": {"repeat": {"n": 1, **g(RAG, f"spnl/{MODEL}", temperature=0.5)}},
+    "repeat of several": {"repeat": {"n": 3, **g(RAG, temperature=0.5)}},
+    "bare g": g(RAG),
+    "nested g": g(NESTED),
+    "plus of g": {"plus": [g({"user": "a"}), g({"user": "b"})]},
+    "map": {
+        "map": {"metadata": {"model": MODEL, "max_tokens": 6, "temperature": 0.5}, "inputs": ["a", "b"]}
+    },
+    "seq, monad, zip, print": {
+        "seq": [{"print": "warming"}, {"monad": g({"user": "w"})}, {"zip": {"first": {"user": "z"}, "second": g(RAG)}}]
+    },
+}  # fmt: skip
+ANSWERS = {"repeat of several": 3, "plus of g": 2, "map": 2}
+
+
+def execute(server: Server, query: Any, stream: str = "false", **options: Any) -> Any:
+    params = {"stream": stream, **options}
+    return server.http.post("/v1/query/execute", params=params, content=json.dumps(query), headers=PLAIN)
+
+
+def streamed(server: Server, query: Any, **options: Any) -> tuple[dict[int, str], dict[str, Any]]:
+    """What spnl's client makes of a stream, and the last chunk."""
+    answer = execute(server, query, "true", **options)
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    events = answer.text.removesuffix("\n\n").split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1] if event.startswith("data: ")]
+    found: dict[int, str] = {}
+    for chunk in chunks:
+        assert chunk["object"] == "text_completion" and {"id", "created", "model"} < set(chunk)
+        for choice in chunk["choices"]:
+            assert {"index", "text", "finish_reason", "logprobs"} <= set(choice)
+            found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+    return found, chunks[-1]
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_query_of_the_client_is_run_in_its_shapes(server: Server, name: str) -> None:
+    query, count = CAPTURED[name], ANSWERS.get(name, 1)
+    answer = execute(server, query)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    kind = "text_completion" if name == "map" else "chat.completion"
+    assert (found["object"], found["model"]) == (kind, MODEL)
+    assert [choice["index"] for choice in found["choices"]] == list(range(count))
+    for choice in found["choices"]:
+        text = choice["text"] if name == "map" else choice["message"]["content"]
+        assert isinstance(text, str) and choice["finish_reason"] in ("stop", "length")
+    load_query({"format": "dagengine.query/v1", "query": found["result"]})
+    parts, last = streamed(server, query)
+    assert sorted(parts) == list(range(count))
+    assert last["usage"]["completion_tokens"] > 0
+    assert last["dag"]["record"]["rewrites"] == found["dag"]["record"]["rewrites"]
+
+
+@pytest.mark.parametrize("name", ["bare g", "nested g", "plus of g"])
+def test_streamed_and_whole_answers_are_the_same(server: Server, name: str) -> None:
+    whole = [choice["message"]["content"] for choice in execute(server, CAPTURED[name]).json()["choices"]]
+    parts, _ = streamed(server, CAPTURED[name])
+    assert [parts[index] for index in range(len(parts))] == whole
+
+
+def test_our_form_says_more_and_gives_the_same(server: Server) -> None:
+    ours = {"format": "dagengine.query/v1", "query": g(RAG)}
+    ours["query"] = {"g": {**ours["query"]["g"], "options": {"ignore_eos": True, "seed": 5}}}
+    found = server.http.post("/v1/query/execute", json=ours).json()
+    assert found["choices"][0]["finish_reason"] == "length"
+    assert found["usage"]["completion_tokens"] == 6
+
+
+def test_defaults_are_those_of_the_client(server: Server) -> None:
+    bare = {"repeat": {"n": 0, "g": {"model": MODEL, "max_tokens": 0, "input": {"user": "a"}}}}
+    found = execute(server, bare).json()
+    assert len(found["choices"]) == 1
+    assert found["dag"]["record"]["max_tokens"] == 2048
+
+
+def test_a_second_query_reads_what_the_first_computed(server: Server) -> None:
+    pieces = [{"user": "a piece of some length"}, {"user": "another piece of it"}]
+
+    def run(*plus: dict[str, str]) -> dict[str, Any]:
+        return execute(server, g({"cross": [{"system": "Two"}, {"plus": plus}, {"user": "Q"}]})).json()
+
+    first, second, swapped = run(*pieces), run(*pieces), run(*reversed(pieces))
+    assert first["choices"][0]["message"] == second["choices"][0]["message"]
+    computed, again, turned = (
+        found["dag"]["record"]["reuse"]["computed"] for found in (first, second, swapped)
+    )
+    assert again <= 4 and turned < computed / 2, "only the last page of the question is computed again"
+
+
+def test_preparing_computes_everything_but_the_calls(server: Server) -> None:
+    query = g({"cross": [{"system": "Z"}, {"plus": [{"user": "fresh"}, {"user": "news"}]}, {"user": "Q"}]})
+    before = server.engine.call(lambda core: core.stats.generated_tokens).result()
+    answer = server.http.post("/v1/query/prepare", content=json.dumps(query), headers=PLAIN)
+    assert (answer.status_code, answer.json()) == (200, {"success": True})
+    assert server.engine.call(lambda core: core.stats.generated_tokens).result() == before
+    reuse = execute(server, query).json()["dag"]["record"]["reuse"]
+    assert reuse["input"] - reuse["reused"] < 25, "only the question and the generation prompt are new"
+
+
+def test_nothing_is_shared_between_salts_and_keys(start: Callable[..., Server]) -> None:
+    server = start(api_keys=("one", "two"))
+
+    def run(key: str, salt: str | None = None) -> int:
+        headers = {**PLAIN, "Authorization": f"Bearer {key}"}
+        params = {} if salt is None else {"cache_salt": salt}
+        body = json.dumps(g(RAG))
+        answer = server.http.post("/v1/query/execute", content=body, headers=headers, params=params)
+        return int(answer.json()["dag"]["record"]["reuse"]["reused"])
+
+    assert run("one") == 0 and run("one") > 0
+    assert run("two") == 0 and run("one", "s") == 0 and run("one", "s") > 0
+    assert execute(server, g(RAG)).status_code == 401
+
+
+def test_a_kept_answer_can_be_read(server: Server) -> None:
+    found = execute(server, g({"user": "a"}), keep_ttl_s=60).json()
+    state = found["choices"][0]["dag"]["state"]
+    context = [{"state": state, "mode": "artifact", "span": "turn"}]
+    assert server.complete(dag={"context": context})["usage"]["prompt_tokens_details"]["cached_tokens"] > 6
+
+
+MALFORMED: tuple[tuple[Any, str | None], ...] = (
+    (5, None),
+    ([], None),
+    ({}, None),
+    ({"user": "a", "system": "b"}, None),
+    ({"x": 1}, None),
+    (g({"cross": []}), "g.input.cross"),
+    (g({"plus": []}), "g.input.plus"),
+    (g({"cross": [{"user": "a"}, {"plus": []}]}), "g.input.cross[1].plus"),
+    (g({"user": 1}), "g.input.user"),
+    (g({"user": ""}), "g.input"),
+    (g({"monad": {"user": "a"}}), "g.input"),
+    (g({"ask": "a"}), "g.input"),
+    ({"g": {"model": MODEL}}, "g.input"),
+    ({"g": {"model": MODEL, "input": {"user": "a"}, "top": 1}}, "g.top"),
+    ({"g": {"model": MODEL, "input": {"user": "a"}, "max_tokens": -1}}, "g.max_tokens"),
+    ({"g": {"model": MODEL, "input": {"user": "a"}, "temperature": "hot"}}, "g.temperature"),
+    (g({"user": "a"}, temperature=1e9), "g.temperature"),
+    ({"repeat": {"n": 256, **g({"user": "a"})}}, "repeat.n"),
+    ({"repeat": {"n": 1}}, "repeat.g"),
+    ({"map": {"metadata": {"model": MODEL}, "inputs": []}}, "map.inputs"),
+    ({"map": {"inputs": ["a"]}}, "map.metadata"),
+    ({"zip": {"first": {"user": "a"}}}, "zip.second"),
+    ({"format": "dagengine.query/v2", "query": {"user": "a"}}, "format"),
+    (
+        {"format": "dagengine.query/v1", "query": {"g": {"input": {"user": "a"}, "options": {"n": 2}}}},
+        "query.g.options.n",
+    ),
+    (
+        {"format": "dagengine.query/v1", "query": {"g": {"input": {"user": "a"}, "options": {"topp": 2}}}},
+        "g.options.topp",
+    ),
+    (
+        {"format": "dagengine.query/v1", "query": {"retrieve": {"corpus": "c", "question": {"user": "a"}}}},
+        "retrieve",
+    ),
+)
+
+
+@pytest.mark.parametrize(("query", "path"), MALFORMED)
+def test_a_malformed_query_is_a_400_that_names_the_subtree(
+    server: Server, query: Any, path: str | None
+) -> None:
+    for stream in ("false", "true"):
+        answer = execute(server, query, stream)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "invalid_request"), error
+        assert error["param"] == path
+
+
+def test_what_is_no_query_is_refused(server: Server) -> None:
+    for content, headers, status in (
+        (b"{", PLAIN, 400),
+        (b"\xff", PLAIN, 400),
+        (b"{}", {"Content-Type": "text/html"}, 415),
+    ):
+        answer = server.http.post("/v1/query/execute", content=content, headers=headers)
+        assert answer.status_code == status, answer.text
+    deep: Any = {"user": "a"}
+    for _ in range(100):
+        deep = {"cross": [deep]}
+    assert execute(server, g(deep)).json()["error"]["code"] == "capacity"
+    wide = {"plus": [{"user": "a"}] * 5000}
+    assert execute(server, g(wide)).json()["error"]["code"] == "capacity"
+    assert execute(server, g(RAG), "maybe").status_code == 400
+    assert execute(server, g(RAG, "other")).json()["error"]["code"] == "model_not_found"
+    assert execute(server, g(RAG), position="sideways").status_code in (400, 422)
+    long = execute(server, g(RAG, max_tokens=10**6)).json()["error"]
+    assert (long["code"], long["param"]) == ("position_overflow", "g.max_tokens")
+
+
+def test_the_clients_id_is_given_back_and_ours_cancels(server: Server) -> None:
+    headers = {**PLAIN, "X-Request-Id": "mine"}
+    answer = server.http.post("/v1/query/execute", content=json.dumps(g(RAG)), headers=headers)
+    assert answer.headers["x-client-request-id"] == "mine"
+    assert answer.json()["id"] == answer.headers["x-request-id"] != "mine"
+
+
+def test_a_client_that_leaves_cancels_its_query(server: Server) -> None:
+    query = {"format": "dagengine.query/v1", "query": {"g": {
+        "max_tokens": 400, "input": NESTED, "options": {"ignore_eos": True}}}}  # fmt: skip
+    with server.http.stream("POST", "/v1/query/execute?stream=true", json=query) as answer:
+        next(answer.iter_lines())
+    wait_until(lambda: not server.engine.call(lambda core: core.has_work).result())
