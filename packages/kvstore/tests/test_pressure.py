@@ -400,7 +400,7 @@ def test_a_transfer_that_is_not_installed_is_named(name: str) -> None:
 
 def test_a_transfer_that_is_no_factory_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dagengine_kvstore.tiers.load", lambda group, name: group)
-    with pytest.raises(KVStoreError, match=r"^'anything' of dagengine.transfers is not callable$") as caught:
+    with pytest.raises(KVStoreError, match=r"^'anything' of dagengine\.transfers is not callable$") as caught:
         make_store(transfer="anything")
     assert (caught.value.code, caught.value.field) == ("plugin_broken", "transfer")
     monkeypatch.setattr("dagengine_kvstore.tiers.load", lambda group, name: ByHand)
