@@ -23,7 +23,8 @@ from dagengine_kvstore import NodeRecord, Tier
 
 SIZE = 4
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
-WORLDS = 17
+WORLDS = 15
+SEEDS = 6
 FAILING = {"fail": 0.3, "duplicate": 0.3, "refuse": 0.3}
 LOSING = {"lose": 0.3, "duplicate": 0.1, "confirm": 0.2}
 
@@ -118,7 +119,7 @@ def test_transfers_that_fail_in_every_way_change_no_token(
     rates: dict[str, float], happening: Sequence[str], mode: str
 ) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(8):
+    for seed in range(SEEDS):
         counts += run_world(seed, 2, Settings(3, 22, 16, 8, Host(80, **rates), "next_use"), mode)
     for happened in happening:
         assert counts[happened], f"no {happened} in {counts}"
@@ -210,6 +211,24 @@ def test_who_does_not_read_it_does_not_wait_for_a_load() -> None:
     assert loads(run) == 1 and run.core.store.num_in_flight, "it decodes while the state is loaded"
     run.run()
     answered(run, "running", "reader")
+
+
+def test_who_waits_behind_a_load_and_has_all_it_reads_runs() -> None:
+    run = world(32, delay=(9, 9))
+    keep(run, "state", 5)
+    keep(run, "other", 2)
+    offload(run, "state")
+    ask(run, "first", "state")
+    run.step()
+    ask(run, "same", "state")
+    ask(run, "behind", "other", own=3)
+    while "behind" not in run.ends:
+        assert run.core.store.num_in_flight
+        run.step()
+    run.run()
+    answered(run, "first", "same", "behind")
+    assert loads(run) == 1
+    run.clean_up()
 
 
 @pytest.mark.parametrize("mode", ["at once", "late"])
