@@ -9,17 +9,19 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from fake_host import CoinCosts, Host
 from scripted_model import scripted_core
-from simulator import MAX_STEPS_WITHOUT_END, Settings, World, draw_host, run_world
+from simulator import MAX_STEPS_WITHOUT_END, Mismatch, Settings, World, draw_host, run_world
 
 from dagengine import ContextRef, DagError, Keep, SamplingParams
 from dagengine.core import EngineCore
 from dagengine.request import FinishedEvent, Request
-from dagengine_kvstore import NodeRecord, Tier
+from dagengine_kvstore import Copy, NodeRecord, Tier
+from dagengine_kvstore.fake_transfer import FakeTransfer
 
 SIZE = 4
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
@@ -103,7 +105,7 @@ def test_random_graphs_over_two_tiers_equal_the_definition(mode: str, part: int)
     for seed in range(part * WORLDS, (part + 1) * WORLDS):
         settings = draw_host(Settings.draw(random.Random(seed)), seed)
         counts += run_world(seed, 1, settings, mode)
-    for happened in ("answers", "stores", "loads", "offloads", "reloaded tokens", "prefetches"):
+    for happened in ("answers", "stores", "loads", "offloads", "reloaded tokens"):
         assert counts[happened], f"no {happened} in {counts}"
 
 
@@ -123,6 +125,22 @@ def test_transfers_that_fail_in_every_way_change_no_token(
         counts += run_world(seed, 2, Settings(3, 22, 16, 8, Host(80, **rates), "next_use"), mode)
     for happened in happening:
         assert counts[happened], f"no {happened} in {counts}"
+
+
+def test_a_page_that_is_loaded_from_the_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run of many readers, with the first page of each load taken from the host page of its last."""
+
+    def submit(self: FakeTransfer, copy: Copy) -> int:
+        if copy.kind == "load":
+            (first, _), *others = copy.pages
+            copy = replace(copy, pages=((first, copy.pages[-1][1]), *others))
+        return plain(self, copy)
+
+    plain = FakeTransfer.submit
+    test_many_readers_of_an_offloaded_state_load_it_once()
+    monkeypatch.setattr(FakeTransfer, "submit", submit)
+    with pytest.raises(Mismatch):
+        test_many_readers_of_an_offloaded_state_load_it_once()
 
 
 class Asker:
