@@ -25,7 +25,7 @@ from dagengine_kvstore.fake_transfer import FakeTransfer
 
 SIZE = 4
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
-WORLDS = 15
+WORLDS = 26
 SEEDS = 6
 FAILING = {"fail": 0.3, "duplicate": 0.3, "refuse": 0.3}
 LOSING = {"lose": 0.3, "duplicate": 0.1, "confirm": 0.2}
@@ -95,7 +95,7 @@ def answered(run: World, *names: str) -> None:
         assert run.ends[name].error is None, run.ends[name].error
 
 
-PARTS = [("at once", part) for part in range(8)] + [("late", part) for part in range(8, 12)]
+PARTS = [("at once", part) for part in range(4)] + [("late", part) for part in range(4, 6)]
 
 
 @pytest.mark.slow
