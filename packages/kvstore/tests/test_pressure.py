@@ -21,10 +21,13 @@ from kvstore_helpers import (
 
 from dagengine_kvstore import (
     Candidate,
+    Copy,
     KVStore,
+    KVStoreError,
     LeastRecentlyUsed,
     NextUse,
     NodeRecord,
+    NoTransfer,
     OutOfHostPages,
     OutOfPages,
     Read,
@@ -397,7 +400,15 @@ def test_a_transfer_that_is_not_installed_is_named(name: str) -> None:
 
 def test_a_transfer_that_is_no_factory_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dagengine_kvstore.tiers.load", lambda group, name: group)
-    with refused("plugin_broken", "transfer"):
+    with pytest.raises(KVStoreError, match=r"^'anything' of dagengine\.transfers is not callable$") as caught:
         make_store(transfer="anything")
+    assert (caught.value.code, caught.value.field) == ("plugin_broken", "transfer")
     monkeypatch.setattr("dagengine_kvstore.tiers.load", lambda group, name: ByHand)
     assert make_store(transfer="anything").stats().host_total == 16
+
+
+def test_the_one_tier_takes_nothing_and_says_so() -> None:
+    message = "^there is no host tier to store pages to or from$"
+    with pytest.raises(KVStoreError, match=message) as caught:
+        NoTransfer().submit(Copy("store", ((0, 0),)))
+    assert (caught.value.code, caught.value.field) == ("capacity", "pages")
