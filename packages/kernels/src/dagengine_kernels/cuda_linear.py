@@ -35,7 +35,8 @@ CAPABILITIES = (9, 10)
 """Of devices that have bulk copies and 227 KiB of shared memory per block."""
 
 FEW_ROWS = {"gated": 0, "normed": 1, "plain": 2}
-"""Up to this many rows gemv.cu is the fastest, for a gated layer, another one with a norm, and one without."""
+"""Up to this many rows gemv.cu is the fastest in a model's step, for a gated layer, another one with a norm, and one
+without: alone, a gated layer of one row takes as long either way."""
 
 STREAMED_ROWS = {"gated": 64, "normed": 64, "plain": 64}
 """Of more rows, up to this many are streamed.cu's; cuBLAS and the launches around it win from the next on."""

@@ -42,9 +42,6 @@ HALF_SM = 110 * 1024
 WHOLE_SM = 224 * 1024
 MOST_STAGES = 12
 FULL = 1.5
-LARGE_TILE_COLUMNS = 64
-"""Rows of x with which a block takes a larger tile at most."""
-
 FILLED = 0.9
 """Blocks that a layout has at least, as a part of the SMs."""
 
@@ -128,8 +125,7 @@ def layout(
     columns = next(n for n in COLUMNS if n >= rows)
     per_output = 2 if gated else 1
     if tile is None:
-        large = columns <= LARGE_TILE_COLUMNS and _tiles(outputs, TILE // per_output) >= FULL * sms
-        tile = TILE if large else SMALL_TILE
+        tile = TILE if _tiles(outputs, TILE // per_output) >= FULL * sms else SMALL_TILE
     halves, resident = halves or HALVES, resident or RESIDENT
     tiles = _tiles(outputs, tile // per_output)
     units = -(-inputs // (STEP * halves))
