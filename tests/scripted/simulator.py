@@ -231,6 +231,8 @@ class World:
 
     def _check_pages(self) -> None:
         """Every page is in one place, in both tiers."""
+        if self.settings.host is None:
+            return
         s = self.core.store.stats()
         device = s.pages_free + s.pages_cached + s.pages_live + s.pages_waiting + s.pages_moving
         if device != s.pages_total or s.host_free + s.host_live + s.host_moving != s.host_total:

@@ -209,7 +209,7 @@ def assemble(
         identity: stands for the weights in the signature of every state.
         dtype, device: where the model is and in what; the configuration's own are for whoever loads one.
         clock: seconds that only grow; the states' times to live are measured by it, and steps and transfers.
-        transfer: makes the host tier, in place of what `cpu_kv_gib` asks for.
+        transfer: makes the host tier, in place of what `cpu_kv_gib` and `kv_directory` ask for.
         costs: of loading and computing again; None: measured ones.
     """
     device = device or torch.device("cpu")

@@ -6,7 +6,7 @@ from work that comes after it, so the first in order always progresses.
     waiting ──lease, match, reserve──► running ──preempted──► waiting
        │                                └─► sealed
        └── evicted context: what the host has is loaded, then the rest is restored one node at a time, for the first in
-           the queue only; what it reads stays leased. Others prefetch into unused pages
+           the queue only; what it reads stays leased. Others prefetch into unused pages, or run there while it loads
 
 Where pages are short because they are being stored on the host, and those that come suffice, everybody waits for them:
 nobody is preempted, and nothing fails while a transfer may still bring pages.
@@ -31,14 +31,14 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from itertools import chain, count
+from itertools import chain, count, islice
 
 from dagengine_kvstore import KVStore, Lease, NotResident, OutOfPages, Read, RestoreWriter, Writer
 from dagengine_kvstore.recall import Recalls
 
 from .config import EngineConfig
 from .errors import DagError
-from .loading import Loading
+from .loading import LOOK_AHEAD, Loading
 from .prepare import context_extents
 from .recalling import Recalling
 from .restoring import Restoring
@@ -146,6 +146,8 @@ class Scheduler:
                 budget -= size
         while self.waiting and budget and self.num_preemptions == preempted:
             admitted = self._admit_first(budget)
+            if admitted is None and self.num_preemptions == preempted:
+                admitted = self._admit_beside(budget)
             if admitted is None:
                 break
             budget -= admitted
@@ -235,10 +237,14 @@ class Scheduler:
             self._loading.end()
             if self._recalling.start(sequence):
                 return None
-        lease = sequence.lease
         if not self._reserve_waiting(sequence):
             return None
-        sequence.context = context_extents(sequence.reads, lease)
+        return self._start(sequence, budget)
+
+    def _start(self, sequence: Sequence, budget: int) -> int:
+        """A waiting sequence that has its lease and its pages runs. Returns its tokens in this step."""
+        assert sequence.lease is not None
+        sequence.context = context_extents(sequence.reads, sequence.lease)
         if sequence.matched is None:
             sequence.matched = min(sequence.computed, sequence.num_input)
         self.waiting.remove(sequence)
@@ -250,6 +256,34 @@ class Scheduler:
         if size:
             self._chunks[sequence.id] = (sequence, size)
         return size
+
+    def _admit_beside(self, budget: int) -> int | None:
+        """While the first waits for a load: admit one behind it that has all it reads, into pages that nobody uses and
+        that the first does not need. Returns as `_admit_first`.
+        """
+        first = self._loading.owner
+        if first is None or not self._store.num_in_flight or len(self.running) >= self._config.max_num_seqs:
+            return None
+        behind = (s for s in self.waiting if s is not first and (s.after is None or s.after.prefilled))
+        for sequence in islice(behind, LOOK_AHEAD):
+            if sequence.lease is not None or self._store.num_unused <= first.writer.pages_needed(
+                first.remaining
+            ):
+                continue
+            try:
+                sequence.lease = self._store.lease(sequence.reads)
+            except NotResident:
+                continue
+            self._match(sequence)
+            spare = self._store.num_unused - first.writer.pages_needed(first.remaining)
+            if sequence.writer.pages_needed(sequence.remaining) <= spare:
+                sequence.writer.reserve(sequence.remaining)
+                sequence.prepare_began = sequence.prepare_began or time.perf_counter()
+                return self._start(sequence, budget)
+            sequence.writer.rollback()  # type: ignore[union-attr]
+            sequence.restart()
+            self._let_go(sequence)
+        return None
 
     def _match(self, sequence: Sequence) -> None:
         """Take over what equal work left of the tokens to be computed."""
