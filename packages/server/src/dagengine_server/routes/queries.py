@@ -194,7 +194,8 @@ async def _job(
 async def _start(service: Service, job: Job, submission: Submission) -> None:
     """Submit. Raises DagError, the first refusal, located."""
     try:
-        await submission.start()
+        if submission.requests:
+            await submission.start()
     except DagError as error:
         raise await service.call(partial(locate_refusal, job=job.query, error=error)) from None
     finally:
