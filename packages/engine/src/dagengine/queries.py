@@ -28,9 +28,10 @@ from .errors import DagError, as_dag_error
 from .fragments import DEFAULT_TTL_S, FragmentKey
 from .held import HeldInput, HeldParams
 from .inputs import new_request_id
+from .prompt_cache import PromptCache
 from .request import ContextRef, FinishedEvent, Keep, Request, check_parent
 from .sampling import MAX_SEED, SamplingParams
-from .tokenizer import ChatPrompt, Tokenizer
+from .tokenizer import ChatPrompt
 
 CALL_FIELDS = ("max_tokens", "temperature")
 
@@ -145,8 +146,9 @@ class _Target:
 
 def encode_query(
     query: Query,
-    tokenizer: Tokenizer | None,
+    prompts: PromptCache,
     *,
+    salt: str = "",
     retriever: Retriever | None = None,
     reduce: int | None = None,
     max_nodes: int | None = None,
@@ -154,24 +156,23 @@ def encode_query(
     """Plan, lower and tokenize a query; takes as long as tokenizing does.
 
     Args:
+        salt: the tenant, whose encoded prompts are remembered.
         max_nodes: refuse queries that stand for more leaves and calls; None is the plan's own limit.
 
     Raises:
         DagError: the field is the path of the subtree, in the given query or in the planned one. `unsupported` where
             the model has no tokenizer, or calls name different models: an engine has one.
     """
-    if tokenizer is None:
-        raise DagError("unsupported", "this model has no tokenizer; queries are made of messages", "query")
     try:
         limits = {} if max_nodes is None else {"max_nodes": max_nodes}
         planned = plan(query, retriever=retriever, reduce=reduce, **limits)
         lowered = lower(planned)
     except GraphError as error:
         raise as_dag_error(error) from None
-    return encode_lowered(planned, lowered, tokenizer)
+    return encode_lowered(planned, lowered, prompts, salt)
 
 
-def encode_lowered(planned: Plan, lowered: LoweredQuery, tokenizer: Tokenizer) -> EncodedQuery:
+def encode_lowered(planned: Plan, lowered: LoweredQuery, cache: PromptCache, salt: str = "") -> EncodedQuery:
     """Tokenize a lowered query. Raises as `encode_query`."""
     if len(lowered.models) > 1:
         models = ", ".join(lowered.models)
@@ -181,8 +182,8 @@ def encode_lowered(planned: Plan, lowered: LoweredQuery, tokenizer: Tokenizer) -
         if _held(node) is not None or any(isinstance(part, HeldInput) for part in node.parts):
             continue
         try:
-            prompt = tokenizer.chat(
-                node.messages, generate=node.generate is not None, has_context=node.continues
+            prompt = cache.chat(
+                node.messages, generate=node.generate is not None, has_context=node.continues, salt=salt
             )
         except DagError as error:
             raise DagError(error.code, error.message, node.path or None) from None

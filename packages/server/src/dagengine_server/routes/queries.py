@@ -154,7 +154,8 @@ async def _encoded(
             raise as_dag_error(error) from None
         encoded = encode_query(
             _renamed(query),
-            service.model.tokenizer,
+            service.prompts,
+            salt=options.salt,
             retriever=service.retriever,
             reduce=reduce,
             max_nodes=service.settings.max_query_nodes,
