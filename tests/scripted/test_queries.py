@@ -271,3 +271,30 @@ def test_a_default_limit_is_cut_to_what_fits(llm: LLM) -> None:
     found = llm.query(g("a"), keep=False)
     assert found.answers[0].usage.completion_tokens == 320 - 5, "2048 do not fit"
     release_all(llm)
+
+
+def test_a_request_waits_for_others_of_its_submission_without_reading_them(llm: LLM) -> None:
+    words = tuple(range(1, 9))
+    first = Request("first", words, None)
+    second = Request("second", words, SamplingParams(max_tokens=2, temperature=0.0), after=("first",))
+    alone, waited = llm.run([replace(second, after=())])[0], llm.run([first, second])[1]
+    assert waited.choices[0].dag.visible == 0 and waited.choices[0].dag.computed < len(words)
+    assert waited.choices[0].token_ids == alone.choices[0].token_ids
+    fails = replace(first, sampling=SamplingParams(max_tokens=4000))
+    events = llm.run([fails, second])
+    assert [event.error.code for event in events if event.error] == ["position_overflow", "parent_failed"]
+    limited = replace(second, after=(), sampling=SamplingParams(temperature=0.0), most_tokens=3)
+    assert llm.run([limited])[0].choices[0].num_sampled == 3
+    for wrong, field in (
+        ({"after": ("second",)}, "after[0]"),
+        ({"after": ("none",)}, "after[0]"),
+        ({"after": "first"}, "after"),
+        ({"after": (1,)}, "after[0]"),
+        ({"most_tokens": 0}, "most_tokens"),
+        ({"most_tokens": "3"}, "most_tokens"),
+    ):
+        for group in ([replace(second, **wrong)], [first, replace(second, **wrong)]):
+            with pytest.raises(DagError) as error:
+                llm.run(group)
+            assert error.value.field == field
+    release_all(llm)
