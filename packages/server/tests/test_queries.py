@@ -125,6 +125,15 @@ def test_preparing_computes_everything_but_the_calls(server: Server) -> None:
     assert reuse["input"] - reuse["reused"] < 25, "only the question and the generation prompt are new"
 
 
+def test_a_server_that_keeps_no_fragments_says_so(start: Callable[..., Server]) -> None:
+    server = start(max_fragments=0)
+    answer = server.http.post("/v1/query/prepare", content=json.dumps(g(RAG)), headers=PLAIN)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported")
+    assert execute(server, g(RAG)).status_code == 200
+    assert server.http.get("/v1/states").json()["data"] == []
+    server.settle()
+
+
 def test_nothing_is_shared_between_salts_and_keys(start: Callable[..., Server]) -> None:
     server = start(api_keys=("one", "two"))
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from dagengine_core_graph import Artifact
 from dagengine_core_graph.errors import GraphError
@@ -29,8 +28,9 @@ from .fragments import DEFAULT_TTL_S, FragmentKey
 from .held import HeldInput, HeldParams
 from .inputs import new_request_id
 from .prompt_cache import PromptCache
-from .request import ContextRef, FinishedEvent, Keep, Request, check_parent
+from .request import ContextRef, FinishedEvent, Keep, Request, SpanName, check_parent
 from .sampling import MAX_SEED, SamplingParams
+from .state import State
 from .tokenizer import ChatPrompt
 
 CALL_FIELDS = ("max_tokens", "temperature")
@@ -135,13 +135,17 @@ class QueryJob:
 
 @dataclass(frozen=True)
 class _Target:
-    """What a node became: an existing state, or a request."""
+    """What a node became: an existing state, or a request; and the span that readers of an answer see."""
 
     state: str | None = None
     request: str | None = None
+    answer: SpanName = "turn"
 
-    def ref(self, mode: Any, span: Any = None) -> ContextRef:
-        return ContextRef(state=self.state, request=self.request, mode=mode, span=span)
+    def inherited(self) -> ContextRef:
+        return ContextRef(state=self.state, request=self.request)
+
+    def answered(self) -> ContextRef:
+        return ContextRef(state=self.state, request=self.request, mode="artifact", span=self.answer)
 
 
 def encode_query(
@@ -287,7 +291,7 @@ class _Builder:
         for node in query.lowered.nodes:
             held = _held(node)
             if held is not None:
-                targets[node.id] = _Target(state=held)
+                targets[node.id] = _Target(state=held.id, answer="turn" if "turn" in held.spans else "output")
                 continue
             if node.id not in query.prompts:
                 continue
@@ -332,15 +336,12 @@ class _Builder:
         unread: bool,
         seed: int | None,
     ) -> _Target:
-        context = []
-        for ref in node.context:
-            target = targets[str(ref.node)]
-            if isinstance(ref, Artifact):
-                prompt = query.prompts.get(str(ref.node))
-                apart = prompt is None or prompt.turn_start is not None
-                context.append(target.ref("artifact", "turn" if apart else "output"))
-            else:
-                context.append(target.ref("inherit"))
+        context = [
+            targets[str(ref.node)].answered()
+            if isinstance(ref, Artifact)
+            else targets[str(ref.node)].inherited()
+            for ref in node.context
+        ]
         after: tuple[str, ...] = ()
         known = None if node.reuses is None else targets.get(node.reuses)
         if known is not None and known.request is not None and self.samples_nothing(known.request):
@@ -394,7 +395,7 @@ class _Builder:
             most_tokens=options.max_tokens if sampling is not None else None,
         )
         self.requests.append(request)
-        return _Target(request=request.id)
+        return _Target(request=request.id, answer="output" if prompt.turn_start is None else "turn")
 
     def job(self) -> QueryJob:
         return QueryJob(
@@ -441,9 +442,9 @@ def _fragments(
     return found
 
 
-def _held(node: QueryNode) -> str | None:
+def _held(node: QueryNode) -> State | None:
     """The state of a call that was answered before."""
-    return node.generate.state.id if isinstance(node.generate, HeldParams) else None
+    return node.generate.state if isinstance(node.generate, HeldParams) else None
 
 
 def _wrapped(seed: int) -> int:

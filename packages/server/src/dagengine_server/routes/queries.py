@@ -111,6 +111,8 @@ async def prepare(
 ) -> Response:
     """Compute what of a query needs no call, and keep it, so that executing it finds that: `{"success": true}`."""
     service = service_of(request)
+    if not service.settings.max_fragments:
+        raise DagError("unsupported", "this server keeps no fragments; start it with --max-fragments above 0")
     encoded, options, texts = await _encoded(request, cache_salt, position, backend, None, None)
     job = await _job(request, encoded, options, texts, prepare_only=True)
     with service.submission(
