@@ -10,6 +10,7 @@ from scripted_model import ScriptedModel, geometry
 
 from dagengine import LLM, EngineConfig
 from dagengine.build import assemble
+from dagengine.core import EngineCore
 from dagengine.tokenizer import ChatPrompt
 
 PAGES = 512
@@ -32,8 +33,8 @@ class Words:
         return "".join(f"<{token}>" for token in ids)
 
 
-def text_engine() -> LLM:
-    """An engine of the scripted model that takes messages."""
+def text_core() -> EngineCore:
+    """A core of the scripted model that takes messages."""
     config = EngineConfig(
         max_num_batched_tokens=64, kv_pages=PAGES, page_size=4, attention_backend="scripted", overlap=False
     )
@@ -47,4 +48,9 @@ def text_engine() -> LLM:
     )
     for layer in range(2):
         core._runner.arena.layer(layer).fill_(torch.nan)
-    return LLM(core=core)
+    return core
+
+
+def text_engine() -> LLM:
+    """An engine around such a core."""
+    return LLM(core=text_core())

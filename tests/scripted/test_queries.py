@@ -6,6 +6,7 @@ of the children of a +. So equal answers mean equal contexts.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sys
 from collections import Counter
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_text import PAGES, Words, text_engine
+from scripted_text import PAGES, Words, text_core, text_engine
 
-from dagengine import LLM, DagError, Keep
+from dagengine import LLM, AsyncLLM, DagError, Keep
 from dagengine.request import ContextRef, Request
 from dagengine.sampling import SamplingParams
 from dagengine_core_graph.query import (
@@ -270,4 +271,87 @@ def test_a_refusal_names_the_subtree(
 def test_a_default_limit_is_cut_to_what_fits(llm: LLM) -> None:
     found = llm.query(g("a"), keep=False)
     assert found.answers[0].usage.completion_tokens == 320 - 5, "2048 do not fit"
+    release_all(llm)
+
+
+def test_a_request_waits_for_others_of_its_submission_without_reading_them(llm: LLM) -> None:
+    words = tuple(range(1, 9))
+    first = Request("first", words, None)
+    second = Request("second", words, SamplingParams(max_tokens=2, temperature=0.0), after=("first",))
+    alone, waited = llm.run([replace(second, after=())])[0], llm.run([first, second])[1]
+    assert waited.choices[0].dag.visible == 0 and waited.choices[0].dag.computed < len(words)
+    assert waited.choices[0].token_ids == alone.choices[0].token_ids
+    fails = replace(first, sampling=SamplingParams(max_tokens=4000))
+    events = llm.run([fails, second])
+    assert [event.error.code for event in events if event.error] == ["position_overflow", "parent_failed"]
+    limited = replace(second, after=(), sampling=SamplingParams(temperature=0.0), most_tokens=3)
+    assert llm.run([limited])[0].choices[0].num_sampled == 3
+    for wrong, field in (
+        ({"after": ("second",)}, "after[0]"),
+        ({"after": ("none",)}, "after[0]"),
+        ({"after": "first"}, "after"),
+        ({"after": (1,)}, "after[0]"),
+        ({"most_tokens": 0}, "most_tokens"),
+        ({"most_tokens": "3"}, "most_tokens"),
+    ):
+        for group in ([replace(second, **wrong)], [first, replace(second, **wrong)]):
+            with pytest.raises(DagError) as error:
+                llm.run(group)
+            assert error.value.field == field
+    release_all(llm)
+
+
+def test_asyncio_gives_the_same_and_leaves_nothing_behind() -> None:
+    nested = g(cross(plus(g("a"), g("b")), "which?"))
+    both = plus(nested, g("c"))
+
+    async def run() -> None:
+        llm = AsyncLLM(core=text_core())
+        streamed: dict[int, str] = {}
+        result = None
+        async for part in llm.stream_query(both, **NATIVE):
+            if isinstance(part, tuple):
+                streamed[part[0]] = streamed.get(part[0], "") + part[1]
+            else:
+                result = part
+        assert result is not None
+        assert [streamed[index] for index in range(2)] == [answer.text for answer in result.answers]
+        again = await llm.query(both, **NATIVE)
+        assert again.query == result.query
+        with pytest.raises(DagError) as error:
+            await llm.query(g("a", max_tokens=4000))
+        assert error.value.field == "g.max_tokens"
+        result.close()
+        again.close()
+        async for _ in llm.stream_query(g(cross(nested, "long"), max_tokens=200), **{**NATIVE, "keep": True}):
+            break
+        await settled(llm)
+        handles = await asyncio.wrap_future(
+            llm.engine.call(lambda core: [info.name for info in core.store.states()])
+        )
+        assert set(handles) <= {"fragment", None} and len(handles) <= 5, (
+            "answers that nobody was given are gone"
+        )
+        await llm.close()
+
+    asyncio.run(run())
+
+
+async def settled(llm: AsyncLLM) -> None:
+    for _ in range(2000):
+        if not await asyncio.wrap_future(llm.engine.call(lambda core: core.has_work)):
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("something still runs")
+
+
+def test_a_synchronous_listener_hears_every_answers_text(llm: LLM) -> None:
+    heard: dict[int, str] = {}
+    found = llm.query(
+        plus(g("a"), g("b")),
+        on_text=lambda index, text: heard.__setitem__(index, heard.get(index, "") + text),
+        keep=False,
+        **NATIVE,
+    )
+    assert [heard[0], heard[1]] == [answer.text for answer in found.answers]
     release_all(llm)

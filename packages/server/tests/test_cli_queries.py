@@ -11,6 +11,11 @@ from conftest import Server
 
 from dagengine_server.cli import main
 
+GRAPH = {"format": "dagengine.graph/v1", "nodes": [
+    {"id": "x", "input": "a document"},
+    {"id": "y", "context": [{"node": "x"}], "input": "draft", "generate": {"max_tokens": 4}},
+    {"id": "z", "context": [{"node": "y", "mode": "artifact"}], "input": "judge", "generate": {"max_tokens": 4}},
+]}  # fmt: skip
 ENGINE = ["--device", "cpu", "--kv-pages", "300", "--page-size", "4"]
 
 
@@ -87,6 +92,7 @@ def test_replay_compares_what_a_server_said(
         state,
         server.complete(max_tokens=6, temperature=1.0, n=2),
         server.complete(max_tokens=6, temperature=1.0, dag={"context": context}),
+        server.post("/v1/graphs", GRAPH).json(),
         server.post(
             "/v1/query/execute", {"g": {"model": "tiny", "max_tokens": 4, "input": {"user": "a"}}}
         ).json(),
@@ -96,7 +102,7 @@ def test_replay_compares_what_a_server_said(
     arguments = ["replay", str(path), "--model", str(model_folder), "--device", "cpu", "--kv-pages", "300"]
     assert run(*arguments, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["equal"] and not found["exact"] and len(found["answers"]) == 5
+    assert found["equal"] and not found["exact"] and len(found["answers"]) == 8
     assert run(*arguments) == 0 and "equal" in capsys.readouterr().out
     answers[2]["dag"]["record"]["output"]["token_ids"][1] ^= 3
     path.write_text(json.dumps(answers))

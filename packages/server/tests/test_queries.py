@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from conftest import MODEL, Server, wait_until
 
-from dagengine_core_graph.query import load_query
+from dagengine import DagError
+from dagengine_core_graph.query import assistant, cross, load_query, monad, plus, system
+from dagengine_core_graph.query import g as g_of
+from dagengine_server.client import Client
 
 PLAIN = {"Content-Type": "text/plain"}
 
@@ -122,6 +125,15 @@ def test_preparing_computes_everything_but_the_calls(server: Server) -> None:
     assert reuse["input"] - reuse["reused"] < 25, "only the question and the generation prompt are new"
 
 
+def test_a_server_that_keeps_no_fragments_says_so(start: Callable[..., Server]) -> None:
+    server = start(max_fragments=0)
+    answer = server.http.post("/v1/query/prepare", content=json.dumps(g(RAG)), headers=PLAIN)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported")
+    assert execute(server, g(RAG)).status_code == 200
+    assert server.http.get("/v1/states").json()["data"] == []
+    server.settle()
+
+
 def test_nothing_is_shared_between_salts_and_keys(start: Callable[..., Server]) -> None:
     server = start(api_keys=("one", "two"))
 
@@ -228,3 +240,19 @@ def test_a_client_that_leaves_cancels_its_query(server: Server) -> None:
     with server.http.stream("POST", "/v1/query/execute?stream=true", json=query) as answer:
         next(answer.iter_lines())
     wait_until(lambda: not server.engine.call(lambda core: core.has_work).result())
+
+
+def test_the_client_class_asks_the_same(server: Server) -> None:
+    query = g_of(cross(system("S"), plus("one piece", "another piece"), "Q"), max_tokens=6, temperature=0.0)
+    with Client(server.url, cache_salt="client") as client:
+        client.prepare(query)
+        with client.query(query, keep_ttl_s=60, position="native") as found:
+            assert found.text == found.answers[0].text and found.query == assistant(found.text)
+            assert found.usage.completion_tokens > 0 and found.record["policy"] == "native"
+            follow = client.generate("more", context=[found.answers[0].artifact("turn")], max_tokens=2)
+            assert follow.usage.cached_tokens > 6
+        assert client.query(found.query).answers == ()
+        for wrong, field in ((7, "query"), (g_of(monad("a")), "g.input")):
+            with pytest.raises(DagError) as error:
+                client.query(wrong)  # type: ignore[arg-type]
+            assert error.value.field == field

@@ -209,9 +209,8 @@ def _run(
     options: QueryOptions,
 ) -> dict[str, Choice]:
     """Every call's answer, by its path in the query as it is."""
-    assert llm.tokenizer is not None
     planned = replace(first.planned, query=variant)
-    encoded = first if origin is None else encode_lowered(planned, lower(planned), llm.tokenizer)
+    encoded = first if origin is None else encode_lowered(planned, lower(planned), llm.prompts)
     paths = {
         node.id: node.path if origin is None else origin[node.path]
         for node in encoded.lowered.nodes

@@ -128,6 +128,8 @@ class EngineCore:
         """
         self._check_queue(1)
         self.check(request)
+        if request.after:
+            raise DagError("cycle", f"{request.after[0]!r} is no earlier request", "after[0]")
         refs = [self.preparer.resolve(ref, i, request.salt) for i, ref in enumerate(request.context)]
         running = RunningRequest(request, time.perf_counter(), next(self._arrivals))
         self._begin(running, refs)

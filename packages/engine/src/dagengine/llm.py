@@ -28,6 +28,7 @@ from .explain import Explanation, explain
 from .fragments import FragmentStates
 from .graph import Graph
 from .inputs import InputEncoder, build_request, new_request_id
+from .prompt_cache import PromptCache
 from .queries import EncodedQuery, QueryOptions, encode_query
 from .query_results import QueryResult
 from .query_run import OnText, result_of, run_queries, texts_of
@@ -75,6 +76,7 @@ class LLM:
         self._encoder = InputEncoder(core.tokenizer)
         self.engine = EngineThread(core)
         self.fragments = FragmentStates()
+        self.prompts = PromptCache(core.tokenizer)
 
     def prefill(
         self,
@@ -193,7 +195,7 @@ class LLM:
             keep=keep_of(keep),
             fragment_ttl_s=self.fragments.ttl_s,
         )
-        return encode_query(query, self.tokenizer, retriever=retriever, reduce=reduce), settings
+        return encode_query(query, self.prompts, retriever=retriever, reduce=reduce), settings
 
     def explain(
         self,

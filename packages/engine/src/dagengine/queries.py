@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from dagengine_core_graph import Artifact
 from dagengine_core_graph.errors import GraphError
@@ -28,9 +27,11 @@ from .errors import DagError, as_dag_error
 from .fragments import DEFAULT_TTL_S, FragmentKey
 from .held import HeldInput, HeldParams
 from .inputs import new_request_id
-from .request import ContextRef, FinishedEvent, Keep, Request, check_parent
+from .prompt_cache import PromptCache
+from .request import ContextRef, FinishedEvent, Keep, Request, SpanName, check_parent
 from .sampling import MAX_SEED, SamplingParams
-from .tokenizer import ChatPrompt, Tokenizer
+from .state import State
+from .tokenizer import ChatPrompt
 
 CALL_FIELDS = ("max_tokens", "temperature")
 
@@ -134,19 +135,24 @@ class QueryJob:
 
 @dataclass(frozen=True)
 class _Target:
-    """What a node became: an existing state, or a request."""
+    """What a node became: an existing state, or a request; and the span that readers of an answer see."""
 
     state: str | None = None
     request: str | None = None
+    answer: SpanName = "turn"
 
-    def ref(self, mode: Any, span: Any = None) -> ContextRef:
-        return ContextRef(state=self.state, request=self.request, mode=mode, span=span)
+    def inherited(self) -> ContextRef:
+        return ContextRef(state=self.state, request=self.request)
+
+    def answered(self) -> ContextRef:
+        return ContextRef(state=self.state, request=self.request, mode="artifact", span=self.answer)
 
 
 def encode_query(
     query: Query,
-    tokenizer: Tokenizer | None,
+    prompts: PromptCache,
     *,
+    salt: str = "",
     retriever: Retriever | None = None,
     reduce: int | None = None,
     max_nodes: int | None = None,
@@ -154,24 +160,23 @@ def encode_query(
     """Plan, lower and tokenize a query; takes as long as tokenizing does.
 
     Args:
+        salt: the tenant, whose encoded prompts are remembered.
         max_nodes: refuse queries that stand for more leaves and calls; None is the plan's own limit.
 
     Raises:
         DagError: the field is the path of the subtree, in the given query or in the planned one. `unsupported` where
             the model has no tokenizer, or calls name different models: an engine has one.
     """
-    if tokenizer is None:
-        raise DagError("unsupported", "this model has no tokenizer; queries are made of messages", "query")
     try:
         limits = {} if max_nodes is None else {"max_nodes": max_nodes}
         planned = plan(query, retriever=retriever, reduce=reduce, **limits)
         lowered = lower(planned)
     except GraphError as error:
         raise as_dag_error(error) from None
-    return encode_lowered(planned, lowered, tokenizer)
+    return encode_lowered(planned, lowered, prompts, salt)
 
 
-def encode_lowered(planned: Plan, lowered: LoweredQuery, tokenizer: Tokenizer) -> EncodedQuery:
+def encode_lowered(planned: Plan, lowered: LoweredQuery, cache: PromptCache, salt: str = "") -> EncodedQuery:
     """Tokenize a lowered query. Raises as `encode_query`."""
     if len(lowered.models) > 1:
         models = ", ".join(lowered.models)
@@ -181,8 +186,8 @@ def encode_lowered(planned: Plan, lowered: LoweredQuery, tokenizer: Tokenizer) -
         if _held(node) is not None or any(isinstance(part, HeldInput) for part in node.parts):
             continue
         try:
-            prompt = tokenizer.chat(
-                node.messages, generate=node.generate is not None, has_context=node.continues
+            prompt = cache.chat(
+                node.messages, generate=node.generate is not None, has_context=node.continues, salt=salt
             )
         except DagError as error:
             raise DagError(error.code, error.message, node.path or None) from None
@@ -286,7 +291,7 @@ class _Builder:
         for node in query.lowered.nodes:
             held = _held(node)
             if held is not None:
-                targets[node.id] = _Target(state=held)
+                targets[node.id] = _Target(state=held.id, answer="turn" if "turn" in held.spans else "output")
                 continue
             if node.id not in query.prompts:
                 continue
@@ -331,15 +336,12 @@ class _Builder:
         unread: bool,
         seed: int | None,
     ) -> _Target:
-        context = []
-        for ref in node.context:
-            target = targets[str(ref.node)]
-            if isinstance(ref, Artifact):
-                prompt = query.prompts.get(str(ref.node))
-                apart = prompt is None or prompt.turn_start is not None
-                context.append(target.ref("artifact", "turn" if apart else "output"))
-            else:
-                context.append(target.ref("inherit"))
+        context = [
+            targets[str(ref.node)].answered()
+            if isinstance(ref, Artifact)
+            else targets[str(ref.node)].inherited()
+            for ref in node.context
+        ]
         after: tuple[str, ...] = ()
         known = None if node.reuses is None else targets.get(node.reuses)
         if known is not None and known.request is not None and self.samples_nothing(known.request):
@@ -393,7 +395,7 @@ class _Builder:
             most_tokens=options.max_tokens if sampling is not None else None,
         )
         self.requests.append(request)
-        return _Target(request=request.id)
+        return _Target(request=request.id, answer="output" if prompt.turn_start is None else "turn")
 
     def job(self) -> QueryJob:
         return QueryJob(
@@ -440,9 +442,9 @@ def _fragments(
     return found
 
 
-def _held(node: QueryNode) -> str | None:
+def _held(node: QueryNode) -> State | None:
     """The state of a call that was answered before."""
-    return node.generate.state.id if isinstance(node.generate, HeldParams) else None
+    return node.generate.state if isinstance(node.generate, HeldParams) else None
 
 
 def _wrapped(seed: int) -> int:

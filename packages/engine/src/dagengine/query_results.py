@@ -20,10 +20,12 @@ from dagengine_core_graph.query.expressions import NOTHING, Join
 from .async_engine import EngineThread
 from .errors import DagError
 from .held import HeldParams, held_answer
+from .prompt_cache import Ids
 from .queries import QueryJob
 from .records import FORMAT
 from .request import Choice, FinishedEvent
 from .state import Result, Usage, make_result
+from .tokenizer import ChatPrompt
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,14 @@ def input_digest(job: QueryJob, index: int) -> str:
     """Tells apart queries whose nodes have other input tokens."""
     digest = hashlib.blake2b(digest_size=16)
     for node, prompt in job.queries[index].prompts.items():
-        digest.update(f"{node}:{','.join(map(str, prompt.input_ids))};".encode())
+        digest.update(node.encode() + b":" + _ids(prompt).digest)
     return digest.hexdigest()
+
+
+def _ids(prompt: ChatPrompt) -> Ids:
+    found = prompt.input_ids
+    assert isinstance(found, Ids), "queries are encoded by a PromptCache"
+    return found
 
 
 @dataclass(frozen=True)

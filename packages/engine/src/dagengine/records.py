@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from importlib.metadata import version
 from typing import Any, Final
 
 import torch
@@ -24,12 +23,14 @@ def engine_facts(
     config: EngineConfig, signature: Mapping[str, str], device: torch.device
 ) -> Mapping[str, object]:
     """What every record of an engine says: determinism mode, the model's signature, device, versions, page size."""
+    from . import __version__
+
     return {
         "batch_invariant": config.batch_invariant,
         "signature": dict(signature),
         "device": str(device),
         "page_size": config.page_size,
-        "versions": {"dagengine": version("dagengine"), "torch": torch.__version__},
+        "versions": {"dagengine": __version__, "torch": torch.__version__},
     }
 
 

@@ -224,7 +224,7 @@ def _replay_query(llm: LLM, record: Mapping[str, Any], path: str) -> list[Replay
         query = load_query({"format": QUERY_FORMAT, "query": record["query"]})
     except Exception as error:
         raise as_dag_error(error) from None
-    encoded = encode_query(query, llm.tokenizer)
+    encoded = encode_query(query, llm.prompts)
     seeds = {call["node"]: call["seed"] for call in record["calls"] if call["seed"] is not None}
     options = QueryOptions(
         position=record["policy"],

@@ -182,6 +182,11 @@ def check_request(request: Request, vocab_size: int, *, has_text: bool) -> None:
     _check_types(request)
     for index, ref in enumerate(request.context):
         _check_reference(ref, f"context[{index}]")
+    for index, waited in enumerate(request.after):
+        if not isinstance(waited, str):
+            raise DagError(
+                "invalid_request", f"a request id is a text, not {shown(waited)}", f"after[{index}]"
+            )
     most = request.most_tokens
     if most is not None and (not _is_int(most) or most < 1):
         raise DagError(
@@ -221,6 +226,7 @@ def _check_types(request: Request) -> None:
         ),
         ("keep", Keep() if request.keep is None else request.keep, Keep, "a Keep"),
         ("salt", request.salt, str, "a text"),
+        ("after", request.after, tuple, "a tuple of request ids"),
     )
     for name, value, wanted, rule in rules:
         if not isinstance(value, wanted):

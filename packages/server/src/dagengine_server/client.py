@@ -20,8 +20,10 @@ import httpx
 
 from dagengine import DagError, Explanation, Keep, NodeRef
 from dagengine.calls import keep_of, listed
+from dagengine_core_graph.query import Query
 
 from .remote import ContextItem, Result, State, Usage, context_objects, position_object, without_none
+from .remote_queries import QueryResult, query_document, query_params, result_query, usage_of
 
 __all__ = ["Client", "Graph", "Result", "State", "Usage"]
 
@@ -197,6 +199,36 @@ class Client:
     def compile(self, document: Mapping[str, Any]) -> dict[str, Any]:
         """What a `dagengine.graph/v1` document would do, by node; the model does not run."""
         return self.post("/v1/graphs/compile", _document(document, cache_salt=self.cache_salt))
+
+    def query(
+        self,
+        query: Query | str,
+        *,
+        position: str | None = None,
+        backend: str | None = None,
+        reduce: int | None = None,
+        keep_ttl_s: float | None = None,
+    ) -> QueryResult:
+        """Run a span query on the server as one graph.
+
+        Args:
+            query: built with `dagengine_core_graph.query`; a text is a user's message.
+            reduce: reduce wide judges that are declared closed to groups of so many candidates; not exact.
+            keep_ttl_s: keep the answers' states for so many seconds; None does not keep them.
+        """
+        params = query_params(self.cache_salt, position, backend, reduce, keep_ttl_s)
+        answer = self.call("POST", "/v1/query/execute", json=query_document(query), params=params)
+        return QueryResult(
+            result_query(answer),
+            tuple(self._result(choice, answer) for choice in answer["choices"]),
+            usage_of(answer),
+            answer["dag"]["record"],
+        )
+
+    def prepare(self, query: Query | str, *, position: str | None = None, backend: str | None = None) -> None:
+        """Compute what of a span query needs no call, and let the server keep it for a while."""
+        params = query_params(self.cache_salt, position, backend, None, None)
+        self.call("POST", "/v1/query/prepare", json=query_document(query), params=params)
 
     def explain(
         self,

@@ -17,6 +17,7 @@ from dagengine.async_engine import EngineThread
 from dagengine.core import EngineCore
 from dagengine.fragments import FragmentStates
 from dagengine.inputs import InputEncoder
+from dagengine.prompt_cache import PromptCache
 from dagengine.request import ContextRef, Request, SpanName
 from dagengine.tokenizer import Tokenizer
 from dagengine_core_graph.query.expressions import Retriever
@@ -87,6 +88,7 @@ class Service:
         self.fragments = FragmentStates(settings.max_fragments, settings.fragment_ttl_s)
         self.model = engine.call(_model_info).result()
         self.encoder = InputEncoder(self.model.tokenizer)
+        self.prompts = PromptCache(self.model.tokenizer)
         self.metrics = Metrics()
         self.created = int(time.time())
         self.draining = False

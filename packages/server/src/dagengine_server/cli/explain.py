@@ -198,12 +198,13 @@ def query_tokens(planned: Query, model: str, policy: str, engine: Mapping[str, A
     """
     from dagengine import EngineConfig
     from dagengine.explain import explain
+    from dagengine.prompt_cache import PromptCache
     from dagengine.queries import QueryOptions, encode_query, query_job
 
     from .planning import planning_core
 
     core = planning_core(model, EngineConfig(position_policy=policy, **engine))
-    job = query_job([encode_query(planned, core.tokenizer)], QueryOptions(position=policy))
+    job = query_job([encode_query(planned, PromptCache(core.tokenizer))], QueryOptions(position=policy))
     rows = []
     for row in explain(core, job.requests):
         names = " ".join(node.id for _, node in job.nodes_of[row.request_id])

@@ -111,6 +111,8 @@ async def prepare(
 ) -> Response:
     """Compute what of a query needs no call, and keep it, so that executing it finds that: `{"success": true}`."""
     service = service_of(request)
+    if not service.settings.max_fragments:
+        raise DagError("unsupported", "this server keeps no fragments; start it with --max-fragments above 0")
     encoded, options, texts = await _encoded(request, cache_salt, position, backend, None, None)
     job = await _job(request, encoded, options, texts, prepare_only=True)
     with service.submission(
@@ -154,7 +156,8 @@ async def _encoded(
             raise as_dag_error(error) from None
         encoded = encode_query(
             _renamed(query),
-            service.model.tokenizer,
+            service.prompts,
+            salt=options.salt,
             retriever=service.retriever,
             reduce=reduce,
             max_nodes=service.settings.max_query_nodes,
@@ -194,7 +197,8 @@ async def _job(
 async def _start(service: Service, job: Job, submission: Submission) -> None:
     """Submit. Raises DagError, the first refusal, located."""
     try:
-        await submission.start()
+        if submission.requests:
+            await submission.start()
     except DagError as error:
         raise await service.call(partial(locate_refusal, job=job.query, error=error)) from None
     finally:

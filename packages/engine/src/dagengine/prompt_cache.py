@@ -1,0 +1,90 @@
+"""Messages that were encoded before, so that a fragment that comes again costs no tokenizing.
+
+Kept by tenant, since a quick answer would tell one that another has sent the same text. Equal texts give one object of
+ids, so that finding a fragment by its ids compares no tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from .errors import DagError
+from .tokenizer import ChatPrompt, Tokenizer
+
+DEFAULT_MOST_CHARACTERS = 2**25
+
+
+class Ids(tuple[int, ...]):
+    """Token ids whose hash and digest are computed once."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that tell ids apart."""
+        return hashlib.blake2b(array("q", self).tobytes(), digest_size=16).digest()
+
+
+class PromptCache:
+    """A tokenizer for messages that remembers inputs without a generation prompt. Used by several threads.
+
+    Args:
+        tokenizer: None where the model has none.
+        most_characters: of remembered texts; those used longest ago are forgotten.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, most_characters: int = DEFAULT_MOST_CHARACTERS) -> None:
+        self._tokenizer, self._most = tokenizer, most_characters
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[Any, ...], ChatPrompt] = OrderedDict()
+        self._characters = 0
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, generate: bool, has_context: bool, salt: str
+    ) -> ChatPrompt:
+        """What `Tokenizer.chat` gives, with `Ids`. Raises DagError as it, and `unsupported` without a tokenizer."""
+        if self._tokenizer is None:
+            raise DagError(
+                "unsupported", "this model has no tokenizer; queries are made of messages", "query"
+            )
+        if generate:
+            return _hashed(self._tokenizer.chat(messages, generate=True, has_context=has_context))
+        said = tuple((message["role"], message["content"]) for message in messages)
+        key = salt, has_context, said
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+                return known
+        prompt = _hashed(self._tokenizer.chat(messages, generate=False, has_context=has_context))
+        with self._lock:
+            if key in self._known:
+                return self._known[key]
+            self._known[key] = prompt
+            self._characters += _length(key)
+            while self._characters > self._most:
+                forgotten, _ = self._known.popitem(last=False)
+                self._characters -= _length(forgotten)
+        return prompt
+
+
+def _hashed(prompt: ChatPrompt) -> ChatPrompt:
+    return ChatPrompt(Ids(prompt.input_ids), prompt.turn_start)
+
+
+def _length(key: tuple[Any, ...]) -> int:
+    return sum(len(text) for _, text in key[2])
