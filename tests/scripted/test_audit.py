@@ -73,3 +73,6 @@ def test_progress_is_told_and_mistakes_are_refused(llm: LLM) -> None:
     for runs in (0, True, "2"):
         with pytest.raises(DagError, match="runs"):
             audit(llm, g("a"), runs=runs)  # type: ignore[arg-type]
+    with pytest.raises(DagError) as error:
+        audit(llm, g("a"), seed=None)  # type: ignore[arg-type]
+    assert error.value.field == "seed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,57 @@ def test_other_circumstances_are_told_and_another_model_is_refused(first: LLM, m
     assert (error.value.code, error.value.field) == ("signature_mismatch", "records[0].signature.model")
     with pytest.raises(DagError):
         find_records({"choices": [{"text": "a"}]})
+
+
+PLAIN = (
+    "id",
+    "index",
+    "seed",
+    "policy",
+    "backend",
+    "signature",
+    "output",
+    "inputs.context",
+    "inputs.input_ids",
+)
+QUERY = ("calls", "calls.0.node", "calls.0.output.token_ids", "query", "policy", "max_tokens", "input_digest")
+
+
+@pytest.mark.parametrize("value", ["gone", True, [[]]])
+def test_a_malformed_record_is_refused_by_its_member(first: LLM, value: object) -> None:
+    plain = record_of(first.generate("one", max_tokens=2))
+    query = dict(first.query(g("two", max_tokens=2)).record)
+    for record, names in ((plain, PLAIN), (query, QUERY)):
+        for name in names:
+            broken = holder = json.loads(json.dumps(record))
+            *path, last = (int(part) if part.isdigit() else part for part in name.split("."))
+            for part in path:
+                holder = holder[part]
+            if value == "gone":
+                del holder[last]
+            else:
+                holder[last] = value
+            if value == [[]] and last in ("token_ids", "input_ids", "context", "calls"):
+                continue
+            with pytest.raises(DagError) as error:
+                replay(first, [broken])
+            expected = "records[0]." + name.replace("calls.0", "calls[0]")
+            assert (error.value.code, error.value.field) == ("invalid_request", expected)
+    with pytest.raises(DagError, match="an object"):
+        replay(first, [None])  # type: ignore[list-item]
+
+
+def test_a_call_that_is_not_in_the_recorded_query_is_refused(first: LLM) -> None:
+    record = json.loads(json.dumps(dict(first.query(g("two", max_tokens=2)).record)))
+    record["calls"][0]["node"] = "another"
+    with pytest.raises(DagError) as error:
+        replay(first, [record])
+    assert error.value.field == "records[0].calls[0].node"
+
+
+@pytest.mark.parametrize("turn", [-1, 4, "1", True])
+def test_a_turn_that_is_not_in_the_input_harms_no_other_request(first: LLM, turn: object) -> None:
+    request = replace(first.request([1, 2, 3], None), turn_start=turn)
+    with pytest.raises(DagError) as error:
+        first.run([first.request([1], None), request])
+    assert (error.value.code, error.value.field) == ("invalid_request", "turn_start")

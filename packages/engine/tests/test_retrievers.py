@@ -54,6 +54,31 @@ def test_folders_and_json_lines_are_read(tmp_path: Path) -> None:
         SqliteFts.open(tmp_path / "none.txt")
 
 
+def test_a_json_line_ends_where_json_lines_do(tmp_path: Path) -> None:
+    lines = tmp_path / "corpus.jsonl"
+    lines.write_bytes('{"text": "one\u2028honey\x85"}\r\n{"text": "two"}'.encode())
+    (found,) = SqliteFts.open(lines).find("honey", 3)
+    assert (found.text, found.source) == ("one\u2028honey\x85", "corpus.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [r'{"text": "a\ud800"}', r'{"text": "a", "source": "\udc00"}', "[" * 100_000, '{"n": ' + "9" * 5000],
+)
+def test_json_lines_that_no_corpus_can_hold_are_named(tmp_path: Path, wrong: str) -> None:
+    lines = tmp_path / "corpus.jsonl"
+    lines.write_text(wrong)
+    with pytest.raises(DagError, match=r"corpus\.jsonl:1") as error:
+        SqliteFts.open(lines)
+    assert (error.value.code, error.value.field) == ("invalid_request", "corpus")
+
+
+def test_a_text_that_is_no_message_is_refused(llm: LLM) -> None:
+    with pytest.raises(DagError) as error:
+        llm.query("\ud800")
+    assert (error.value.code, error.value.field) == ("invalid_request", "user")
+
+
 def test_a_query_retrieves_and_its_fragments_are_found_again(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Cows give milk.")
     (tmp_path / "b.txt").write_text("Goats give milk as well.")

@@ -120,10 +120,12 @@ def audit(
         options: as of `LLM.query`, but for `seed` and `keep`.
 
     Raises:
-        DagError: what `LLM.query` raises; `invalid_request` for `runs` below 1.
+        DagError: what `LLM.query` raises; `invalid_request` for `runs` below 1 or no seed.
     """
     if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
         raise DagError("invalid_request", f"runs is an integer from 1, not {runs!r}", "runs")
+    if seed is None:
+        raise DagError("invalid_request", "an audit needs a seed: its runs are compared", "seed")
     first, settings = llm.query_call(query, seed=seed, keep=False, **options)
     if any(isinstance(node.generate, HeldParams) for node in first.lowered.nodes):
         raise DagError("unsupported", "answers of another query cannot be asked for again", "query")

@@ -80,7 +80,7 @@ def _read(location: Path) -> Iterator[Fragment]:
             if path.is_file() and path.suffix.lower() in SUFFIXES:
                 yield from _cut(path.read_text(encoding="utf-8"), path.relative_to(location).as_posix())
     elif location.suffix.lower() == ".jsonl":
-        for number, line in enumerate(location.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(location.read_text(encoding="utf-8").split("\n"), 1):
             if line.strip():
                 yield _parsed(line, f"{location.name}:{number}")
     else:
@@ -90,12 +90,14 @@ def _read(location: Path) -> Iterator[Fragment]:
 def _parsed(line: str, place: str) -> Fragment:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DagError("invalid_request", f"{place} is no JSON: {error}", "corpus") from None
     text = value.get("text") if isinstance(value, dict) else None
     source = value.get("source", place) if isinstance(value, dict) else None
     if not isinstance(text, str) or not isinstance(source, str):
         raise DagError("invalid_request", f'{place}: {{"text": …, "source"?: …}} is needed', "corpus")
+    if any("\ud800" <= character <= "\udfff" for character in text + source):
+        raise DagError("invalid_request", f"{place} holds a lone surrogate, which is no character", "corpus")
     return Fragment(text, source)
 
 

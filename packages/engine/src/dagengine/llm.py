@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
+from dagengine_core_graph.errors import GraphError
 from dagengine_core_graph.query import Query, user
 from dagengine_core_graph.query.expressions import Retriever
 from dagengine_core_graph.query.lowered import MAX_TOKENS
@@ -23,7 +24,7 @@ from .bulk import BulkResult, run_bulk
 from .calls import Call, Prompt, Prompts, keep_of, listed, release_states, sampling_params
 from .config import EngineConfig
 from .core import EngineCore
-from .errors import DagError, shown
+from .errors import DagError, as_dag_error, shown
 from .explain import Explanation, explain
 from .fragments import FragmentStates
 from .graph import Graph
@@ -183,7 +184,10 @@ class LLM:
     ) -> tuple[EncodedQuery, QueryOptions]:
         """What `query` would run, which takes the same arguments; takes as long as tokenizing does."""
         if isinstance(query, str):
-            query = user(query)
+            try:
+                query = user(query)
+            except GraphError as error:
+                raise as_dag_error(error) from None
         if not isinstance(query, Query):
             raise DagError("invalid_request", f"a query or a text is needed, not {shown(query)}", "query")
         checked = SamplingParams.from_mapping({"max_tokens": max_tokens, "seed": seed})

@@ -28,6 +28,22 @@ if TYPE_CHECKING:
 
 CIRCUMSTANCES = ("batch_invariant", "device", "page_size", "versions")
 
+# What replaying reads of a record, and the types of its JSON there; `inputs` may be absent.
+INTEGER, TEXT, OBJECT, LIST, NULL = "an integer", "a text", "an object", "a list", "null"
+ALL = {"signature": (OBJECT,), "policy": (TEXT,), "backend": (TEXT, NULL)}
+PLAIN = {"id": (TEXT,), "index": (INTEGER,), "seed": (INTEGER, NULL), "output": (OBJECT,)}
+INPUTS = {
+    "input_ids": (LIST,),
+    "turn_start": (INTEGER, NULL),
+    "context": (LIST,),
+    "position_options": (OBJECT,),
+    "sampling": (OBJECT, NULL),
+    "most_tokens": (INTEGER, NULL),
+}
+QUERY = {"query": (OBJECT, NULL), "max_tokens": (INTEGER,), "input_digest": (TEXT,), "calls": (LIST,)}
+CALL = {"node": (TEXT,), "path": (TEXT,), "seed": (INTEGER, NULL), "output": (OBJECT,)}
+OUTPUT = {"token_ids": (LIST,), "finish_reason": (TEXT,)}
+
 
 @dataclass(frozen=True)
 class Replayed:
@@ -98,6 +114,7 @@ def replay(llm: LLM, records: Sequence[Mapping[str, Any]]) -> ReplayReport:
     differences: dict[str, None] = {}
     exact = True
     for place, record in enumerate(records):
+        _check_shape(record, f"records[{place}]")
         for note in _compared(record, facts, f"records[{place}]"):
             differences[note] = None
         exact &= record["batch_invariant"] is True and facts["batch_invariant"] is True
@@ -126,6 +143,47 @@ def _records(value: Any) -> Iterable[dict[str, Any]]:
         for name in ("choices", "nodes"):
             if isinstance(value.get(name), list):
                 yield from _records(value[name])
+
+
+def _check_shape(record: object, path: str) -> None:
+    """Refuse what replaying could not read. Raises DagError `invalid_request`."""
+    found = _members(record, path, {})
+    if found.get("format") != FORMAT:
+        raise DagError("invalid_request", f"this is no {FORMAT}", path)
+    if found.get("kind") == "query":
+        _members(found, path, {**ALL, **QUERY})
+        for index, call in enumerate(found["calls"]):
+            here = f"{path}.calls[{index}]"
+            _members(_members(call, here, CALL)["output"], f"{here}.output", OUTPUT)
+        return
+    _members(_members(found, path, {**ALL, **PLAIN})["output"], f"{path}.output", OUTPUT)
+    if found.get("inputs") is None:
+        return
+    for index, ref in enumerate(_members(found["inputs"], f"{path}.inputs", INPUTS)["context"]):
+        here = f"{path}.inputs.context[{index}]"
+        _members(ref, here, {"state" if "state" in _members(ref, here, {}) else "request": (TEXT,)})
+
+
+def _members(value: object, path: str, wanted: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    """The object, which has these members of these types."""
+    if not isinstance(value, Mapping):
+        raise DagError("invalid_request", f"an object is needed, not {shown(value)}", path)
+    for name, rules in wanted.items():
+        if name not in value:
+            raise DagError("invalid_request", f"{' or '.join(rules)} is missing", f"{path}.{name}")
+        if _json_type(value[name]) not in rules:
+            message = f"{' or '.join(rules)} is needed, not {shown(value[name])}"
+            raise DagError("invalid_request", message, f"{path}.{name}")
+    return value
+
+
+def _json_type(value: object) -> str | None:
+    if value is None:
+        return NULL
+    if isinstance(value, int) and not isinstance(value, bool):
+        return INTEGER
+    kinds = ((str, TEXT), (Mapping, OBJECT), (list | tuple, LIST))
+    return next((name for kind, name in kinds if isinstance(value, kind)), None)
 
 
 def _compared(record: Mapping[str, Any], facts: Mapping[str, object], path: str) -> list[str]:
@@ -236,6 +294,10 @@ def _replay_query(llm: LLM, record: Mapping[str, Any], path: str) -> list[Replay
     if input_digest(job, 0) != record["input_digest"]:
         message = "its messages are other tokens here: another tokenizer, or another chat template"
         raise DagError("signature_mismatch", message, f"{path}.input_digest")
+    for index, call in enumerate(record["calls"]):
+        if call["node"] not in job.places[0]:
+            message = f"the query has no node {shown(call['node'])}"
+            raise DagError("invalid_request", message, f"{path}.calls[{index}].node")
     return [
         _answer(call["path"], 0, call["output"], _choice(found[job.places[0][call["node"]]]))
         for call in record["calls"]

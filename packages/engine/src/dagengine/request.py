@@ -192,6 +192,11 @@ def check_request(request: Request, vocab_size: int, *, has_text: bool) -> None:
         raise DagError(
             "invalid_request", f"most_tokens is an integer from 1, not {shown(most)}", "most_tokens"
         )
+    turn, last = request.turn_start, len(request.input_ids)
+    if turn is not None and (not _is_int(turn) or not 0 <= turn <= last):
+        raise DagError(
+            "invalid_request", f"turn_start is an integer from 0 to {last}, not {shown(turn)}", "turn_start"
+        )
     params = request.sampling
     if params is None:
         return
