@@ -111,6 +111,7 @@ def llm_params(count: int) -> Any:
         ({"cpu_kv_gib": 0.0}, "kv_directory"),
         ({"kv_directory_gib": -1.0}, "kv_directory_gib"),
         ({"cpu_kv_gib": HOST_GIB / 200}, "cpu_kv_gib"),
+        ({"cpu_kv_gib": 1e-12}, "cpu_kv_gib"),
         ({"kv_directory_gib": 1e-12}, "kv_directory_gib"),
     ],
 )
@@ -127,3 +128,6 @@ def test_a_directory_that_is_a_file_is_refused(model_folder: Path, tmp_path: Pat
     with pytest.raises(DagError) as error:
         start(model_folder, tmp_path / "file")
     assert error.value.field == "kv_directory"
+    with pytest.raises(DagError) as error:
+        start(model_folder, tmp_path / "a\0b")
+    assert (error.value.code, error.value.field) == ("invalid_request", "kv_directory")

@@ -37,3 +37,11 @@ def test_while_others_hold_a_state_only_a_copy_moves(llm: LLM) -> None:
     assert (refused.value.code, refused.value.field) == ("state_shared", "state")
     assert len(document.reposition(40, copy=True)) == len(document)
     assert len(reader.state.reposition(100)) == len(reader.state)
+
+
+@pytest.mark.parametrize("copy", [None, 1, "yes"])
+def test_a_copy_is_asked_for_by_true_or_false(llm: LLM, copy: object) -> None:
+    document = llm.prefill("The sky is blue.")
+    with pytest.raises(DagError) as refused:
+        document.reposition(40, copy=copy)  # type: ignore[arg-type]
+    assert (refused.value.code, refused.value.field) == ("invalid_request", "copy")

@@ -121,7 +121,7 @@ class EngineConfig:
             _below("cpu_kv_gib", self.cpu_kv_gib, 1e6, "0 or a positive number of GiB")
         _below("kv_directory_gib", self.kv_directory_gib, 1e6, "a positive number of GiB")
         if self.kv_directory is not None and (
-            not isinstance(self.kv_directory, str) or not self.kv_directory
+            not isinstance(self.kv_directory, str) or not self.kv_directory or "\0" in self.kv_directory
         ):
             rule = f"kv_directory is the path of a folder, not {shown(self.kv_directory)}"
             raise DagError("invalid_request", rule, "kv_directory")

@@ -28,7 +28,7 @@ from dagengine_positions import ModelAdapter, ModelGeometry
 
 from .attention import choose_backend, make_backend
 from .config import EngineConfig
-from .errors import DagError, as_dag_error
+from .errors import DagError, as_dag_error, shown
 from .host_tier import HostTier
 from .host_time import HostTime
 from .pipeline import Launch, Pipeline
@@ -216,7 +216,10 @@ class EngineCore:
 
         Raises:
             DagError: the store's refusals, `position_overflow`, the adapter's; the field is `state` or `start`.
+                `invalid_request` for a `copy` that is neither true nor false.
         """
+        if not isinstance(copy, bool):
+            raise DagError("invalid_request", f"copy is true or false, not {shown(copy)}", "copy")
         try:
             ref = self.preparer.resolve(ContextRef(state=state_id), 0, salt)
             node = ref.node

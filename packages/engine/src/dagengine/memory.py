@@ -98,9 +98,9 @@ def num_host_pages(geometry: ModelGeometry, config: EngineConfig, dtype: torch.d
         DagError: naming `cpu_kv_gib`: `invalid_request` if it is too small for a page, `capacity` if the host has not
             so much memory left.
     """
-    asked = int(config.cpu_kv_gib * 2**30)
-    if not asked:
+    if not config.cpu_kv_gib:
         return 0
+    asked = int(config.cpu_kv_gib * 2**30)
     size = page_bytes(geometry, config.page_size, dtype)
     if asked < size:
         message = f"{config.cpu_kv_gib:g} GiB hold no KV page, which takes {size} bytes"
