@@ -10,6 +10,8 @@ import pytest
 from conftest import Server
 
 from dagengine_server.cli import main
+from dagengine_server.cli.console import CommandError
+from dagengine_server.cli.replay import read_lines
 
 GRAPH = {"format": "dagengine.graph/v1", "nodes": [
     {"id": "x", "input": "a document"},
@@ -111,3 +113,15 @@ def test_replay_compares_what_a_server_said(
     path.write_text(json.dumps(answers[2]))
     assert run(*arguments) == 1
     assert "whose record is not here" in capsys.readouterr().err
+
+
+def test_lines_of_records_end_where_json_lines_do(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_bytes('{"text": "one\u2028line\x85"}\r\n\n{"text": "two"}\n'.encode())
+    assert read_lines(path) == [{"text": "one\u2028line\x85"}, {"text": "two"}]
+    path.write_text('{"a": 1}\n{')
+    with pytest.raises(CommandError, match=r"records\.jsonl:2 is no JSON"):
+        read_lines(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(CommandError, match="too deeply"):
+        read_lines(path)

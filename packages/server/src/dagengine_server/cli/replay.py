@@ -67,14 +67,16 @@ def read_lines(file: Path) -> Any:
     text = read_text(file)
     try:
         return json.loads(text)
+    except RecursionError:
+        raise CommandError(f"{file} is nested too deeply", "record") from None
     except ValueError:
         pass
     values = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 values.append(json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise CommandError(f"{file}:{number} is no JSON: {error}", "record") from None
     return values
 
