@@ -30,7 +30,7 @@ from dagengine_positions import Layout, ModelAdapter, ModelGeometry, Segment, ch
 
 from .errors import DagError, as_dag_error, shown
 from .request import ContextRef, Request
-from .work import DELTA, HI, LO, STORED, Extents
+from .work import DELTA, EMPTY, HI, LO, PAGE, STORED, Extents
 
 
 @dataclass(frozen=True)
@@ -349,15 +349,22 @@ def context_extents(reads: Sequence[Read], lease: Lease) -> Extents:
     view of a token = its node's own start + its offset + the read's delta
     DELTA of a row  = view - position at which the page's K was rotated
     """
-    runs = [lease.extents(index) for index in range(len(reads))]
+    if not reads:
+        return EMPTY
+    size = lease.page_size
+    runs = lease.pages
     counts = np.array([len(run) for run in runs], np.int64)
-    found = np.fromiter(chain.from_iterable(chain.from_iterable(runs)), np.int32, 4 * int(counts.sum()))
-    rows = np.empty((len(found) // 4, 5), np.int32)
-    rows[:, :DELTA] = found.reshape(-1, 4)
-    # A read's rows follow one another: view = that of its first + the tokens before.
-    lengths = rows[:, HI].astype(np.int64) - rows[:, LO]
-    tokens = np.array([read.stop - read.start for read in reads], np.int64)
-    views = np.array([read.view_start for read in reads], np.int64)
-    before = np.cumsum(lengths) - lengths + np.repeat(views - (np.cumsum(tokens) - tokens), counts)
-    rows[:, DELTA] = before - rows[:, STORED]
+    starts = np.array([read.start for read in reads], np.int64)
+    stops = np.array([read.stop for read in reads], np.int64)
+    views = np.array([read.view_start for read in reads], np.int64) - starts
+    # The first row of a read's i-th page is its node's token firsts[i].
+    before = np.cumsum(counts) - counts
+    firsts = (np.arange(counts.sum()) + np.repeat(starts // size - before, counts)) * size
+    rows = np.empty((len(firsts), 5), np.int32)
+    rows[:, PAGE] = np.fromiter(chain.from_iterable(runs), np.int32, len(firsts))
+    rows[:, LO] = np.maximum(np.repeat(starts, counts) - firsts, 0)
+    rows[:, HI] = np.minimum(np.repeat(stops, counts) - firsts, size)
+    bases = chain.from_iterable(map(lease.bases, range(len(reads))))
+    rows[:, STORED] = np.fromiter(bases, np.int32, len(firsts)) + rows[:, LO]
+    rows[:, DELTA] = np.repeat(views, counts) + firsts + rows[:, LO] - rows[:, STORED]
     return rows

@@ -46,7 +46,7 @@ class Lease:
         self.reads = reads
         self.pages = pages
         self._pool = pool
-        self._page_size = page_size
+        self.page_size = page_size
         self._on_release = on_release
         self._generations = [pool.generation[page] for run in pages for page in run]
         self._released = False
@@ -67,7 +67,16 @@ class Lease:
         """
         self._check_held()
         read = self.reads[index]
-        return page_extents(self._pool, self.pages[index], self._page_size, read.start, read.stop)
+        return page_extents(self._pool, self.pages[index], self.page_size, read.start, read.stop)
+
+    def bases(self, index: int) -> list[int]:
+        """The stored positions of the first rows of read `index`'s pages, in token order, whether it reads them or not.
+
+        Raises KVStoreError `lease_released` after the release.
+        """
+        self._check_held()
+        base = self._pool.base
+        return [base[page] for page in self.pages[index]]
 
     def release(self) -> None:
         """Give the pages back. Raises KVStoreError `lease_released` the second time."""
