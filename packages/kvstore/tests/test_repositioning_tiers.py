@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvstore_helpers import SIGNATURE, refused, write
+from kvstore_helpers import SIGNATURE, Costs, refused, write
 from kvstore_mover import SIZE, Rows, moved
 
 from dagengine_kvstore import KVStore, NodeRecord, NotResident, OutOfHostPages, OutOfPages, Reposition, Tier
@@ -127,4 +127,18 @@ def test_without_room_on_the_host_it_stays_on_the_device() -> None:
             hog.reserve(6 * SIZE)
         store.pump()
     assert store.tier(node) is Tier.DEVICE
+    store.check()
+
+
+def test_what_cannot_be_computed_again_is_loaded_however_cheap_computing_would_be() -> None:
+    store, rows, _ = two_tiers(reuse_across_positions=False, costs=Costs(recompute=0, reload=1000))
+    source = document(store, rows)
+    (node,) = store.reposition([Reposition(source, 100)], rows, copy=True).nodes
+    offload(store, node)
+    offload(store, source)
+    assert store.wants_reload(node) and not store.wants_reload(source)
+    with refused("not_recomputable", "node"):
+        store.restore(node)
+    load(store, node)
+    assert rows.read(node) == moved(range(10, 18), 0, 100)
     store.check()

@@ -302,10 +302,12 @@ class KVStore:
     def restore(self, node: NodeRecord) -> RestoreWriter:
         """Compute the missing pages of a held, sealed node again. One restore of a node runs at a time.
 
-        Raises KVStoreError `state_not_sealed`, `parent_failed`, `state_released`, `already_restoring`.
+        Raises KVStoreError `state_not_sealed`, `parent_failed`, `state_released`, `already_restoring`,
+        `not_recomputable` (repositioned: `load` it).
         """
         check_readable(node, 0, node.length, None, "node")
         self._check_held(node)
+        self._check_recomputable(node, False)
         if node.restoring:
             raise KVStoreError("already_restoring", f"node {node.uid} is being restored, wait", field="node")
         held_stop = max((stop for _, stop in node.cover), default=0)
