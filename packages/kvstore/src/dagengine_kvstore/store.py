@@ -19,7 +19,7 @@ from dagengine_kvstore import audit
 from dagengine_kvstore.books import Books
 from dagengine_kvstore.claims import Claims
 from dagengine_kvstore.costs import CostModel
-from dagengine_kvstore.errors import KVStoreError, LeakError, NotResident
+from dagengine_kvstore.errors import KVStoreError, LeakError
 from dagengine_kvstore.events import Event, EventLog
 from dagengine_kvstore.eviction import EvictionPolicy, eviction_policy
 from dagengine_kvstore.holds import Hold
@@ -31,7 +31,7 @@ from dagengine_kvstore.pins import PinBudget, pinned_nodes
 from dagengine_kvstore.pressure import NextUseOf, Pressure
 from dagengine_kvstore.references import Parent, Read, check_held, check_readable, check_references
 from dagengine_kvstore.repositioning import Reposition, Repositioned, Repositioner
-from dagengine_kvstore.residency import clean_copy, copy_of, node_tier, page_tier
+from dagengine_kvstore.residency import clean_copy, copy_of, node_tier, not_resident, page_tier
 from dagengine_kvstore.states import Handle, HandleTable
 from dagengine_kvstore.stats import StateInfo, StoreStats
 from dagengine_kvstore.tiers import Tier, Transfer, transfer_of
@@ -285,9 +285,7 @@ class KVStore:
                 tiers = {page_tier(read.node, i) for i in span if read.node.pages[i] is None}
                 missing.setdefault(read.node, set()).update(tiers)
         if missing:
-            on_host = [node for node, tiers in missing.items() if Tier.NOWHERE not in tiers]
-            loading = [node for node in on_host if missing[node] == {Tier.LOADING}]
-            raise NotResident(tuple(missing), on_host, loading)
+            raise not_resident(missing)
         use = self._books.next_use()
         for read, run in zip(reads, runs, strict=True):
             read.node.leases += 1
