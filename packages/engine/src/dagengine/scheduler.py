@@ -373,8 +373,8 @@ class Scheduler:
                 return True
 
     def _comes_by_itself(self, short: OutOfPages, reads: SequenceOf[Read]) -> bool:
-        """Whether stores under way bring the pages that somebody is short of, who reads `reads`."""
-        if not short.moving:
+        """Whether stores and recalls under way bring the pages that somebody is short of, who reads `reads`."""
+        if not short.moving and not self._recalling.is_under_way:
             return False
         return short.needed <= short.moving + short.waiting + self._store.available(reads=reads)
 
