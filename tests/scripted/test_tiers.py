@@ -457,3 +457,25 @@ def test_pages_of_a_recall_that_gave_way_are_waited_for_and_nobody_is_preempted(
     run.run()
     answered(run, *names, "recalled")
     assert run.core._scheduler.num_preemptions <= 1
+
+
+def test_a_directory_that_does_not_answer_stops_neither_who_waits_for_it_nor_those_behind() -> None:
+    run = world(40)
+    directory, recalls = with_late_directory(run)
+    run.submit(Request("recalled", tuple(range(700, 717)), GREEDY))
+    run.step()
+    assert recalls.num_open == 1
+    run.submit(Request("behind", tuple(range(800, 817)), GREEDY))
+    for _ in range(8):
+        run.step()
+    assert set(run.ends) == {"behind"}
+    run.now += run.core.store.transfer_timeout_s
+    run.run()
+    answered(run, "recalled", "behind")
+    assert run.ends["recalled"].choices[0].dag.computed == 17
+    stats = run.core.store.stats()
+    assert (recalls.num_lost, stats.open_fences, stats.pages_moving) == (1, 0, 4)
+    directory.answer()
+    run.step()
+    stats = run.core.store.stats()
+    assert (recalls.num_lost, stats.pages_moving, stats.pages_live) == (0, 0, 0)

@@ -107,6 +107,7 @@ class KVStore:
             message = f"transfer_timeout_s must be positive, not {transfer_timeout_s}"
             raise KVStoreError("invalid_ttl", message, field="transfer_timeout_s")
         self.page_size = page_size
+        self.transfer_timeout_s = transfer_timeout_s
         self._clock = clock
         self._reuse_across_positions = reuse_across_positions
         handles = HandleTable(clock, tombstone_s, new_id)
@@ -413,6 +414,11 @@ class KVStore:
         """Transfers under way, without lost ones."""
         return self._transfers.tickets.num_in_flight
 
+    @property
+    def num_lost(self) -> int:
+        """Transfers past their deadline that may still touch their pages."""
+        return self._transfers.tickets.num_lost
+
     def reposition(
         self,
         moves: Sequence[Reposition],
@@ -484,6 +490,24 @@ class KVStore:
     def end_step(self, fence: int) -> None:
         """The step is done on the device. Raises KVStoreError `unknown_fence`, also the second time."""
         self._books.pool.end_fence(fence)
+
+    def set_aside(self, fence: int, pages: Iterable[int]) -> None:
+        """The step ends, but for these pages, given out before it began: nobody gets them before `end_aside`.
+
+        Raises as `end_step`.
+        """
+        pages = tuple(pages)
+        self._books.pool.check_fence(fence)
+        self._books.pool.set_aside(pages)
+        self.end_step(fence)
+
+    def end_aside(self, pages: Iterable[int]) -> None:
+        """Nothing writes the pages of `set_aside` any more."""
+        self._books.pool.end_aside(pages)
+
+    def now(self) -> float:
+        """Seconds of the store's clock."""
+        return self._clock()
 
     def check(self) -> None:
         """Count everything again. Raises LeakError naming every difference."""
