@@ -19,9 +19,12 @@ from simulator import MAX_STEPS_WITHOUT_END, Mismatch, Settings, World, draw_hos
 
 from dagengine import ContextRef, DagError, Keep, SamplingParams
 from dagengine.core import EngineCore
+from dagengine.recalling import Recalling
 from dagengine.request import FinishedEvent, Request
 from dagengine_kvstore import Copy, NodeRecord, Tier
 from dagengine_kvstore.fake_transfer import FakeTransfer
+from dagengine_kvstore.persistent import Recalled
+from dagengine_kvstore.recall import Recalls
 
 SIZE = 4
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
@@ -397,3 +400,82 @@ def test_without_a_host_tier_moving_is_refused(move: str) -> None:
     with pytest.raises(DagError) as error:
         getattr(core, move)("st_any")
     assert (error.value.code, error.value.field) == ("unsupported", "state")
+
+
+class LateDirectory:
+    """Seems to hold every page; says that none came, when it is told to answer."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.answers: list[Recalled] = []
+
+    def holds(self, key: bytes) -> bool:
+        return True
+
+    def recall(self, pages: Sequence[object]) -> int:
+        self.asked += 1
+        return self.asked
+
+    def recalled(self) -> list[Recalled]:
+        answers, self.answers = self.answers, []
+        return answers
+
+    def answer(self) -> None:
+        self.answers += [Recalled(number + 1, ()) for number in range(self.asked)]
+        self.asked = 0
+
+
+def with_late_directory(run: World) -> tuple[LateDirectory, Recalls]:
+    directory = LateDirectory()
+    recalls = Recalls(run.core.store, directory)  # type: ignore[arg-type]
+    run.core._scheduler._recalling = Recalling(recalls)
+    return directory, recalls
+
+
+def running(run: World, count: int, most: int) -> list[str]:
+    """So many sequences that run, none of whose pages is in a directory."""
+    names = [f"running {index}" for index in range(count)]
+    for index, name in enumerate(names):
+        sampling = replace(GREEDY, max_tokens=most, min_tokens=most)
+        run.submit(Request(name, tuple(range(100 * index, 100 * index + 4)), sampling))
+    for _ in range(3):
+        run.step()
+    assert run.core.num_running == count
+    return names
+
+
+def test_pages_of_a_recall_that_gave_way_are_waited_for_and_nobody_is_preempted() -> None:
+    run = world(17)
+    names = running(run, 4, 12)
+    directory, recalls = with_late_directory(run)
+    run.submit(Request("recalled", tuple(range(700, 717)), GREEDY))
+    for _ in range(12):
+        run.step()
+    assert recalls.num_open == 1 and run.core.store.stats().pages_waiting >= 4, "it gave way"
+    assert run.core._scheduler.num_preemptions == 0
+    directory.answer()
+    run.run()
+    answered(run, *names, "recalled")
+    assert run.core._scheduler.num_preemptions <= 1
+
+
+def test_a_directory_that_does_not_answer_stops_neither_who_waits_for_it_nor_those_behind() -> None:
+    run = world(40)
+    directory, recalls = with_late_directory(run)
+    run.submit(Request("recalled", tuple(range(700, 717)), GREEDY))
+    run.step()
+    assert recalls.num_open == 1
+    run.submit(Request("behind", tuple(range(800, 817)), GREEDY))
+    for _ in range(8):
+        run.step()
+    assert set(run.ends) == {"behind"}
+    run.now += run.core.store.transfer_timeout_s
+    run.run()
+    answered(run, "recalled", "behind")
+    assert run.ends["recalled"].choices[0].dag.computed == 17
+    stats = run.core.store.stats()
+    assert (recalls.num_lost, stats.open_fences, stats.pages_moving) == (1, 0, 4)
+    directory.answer()
+    run.step()
+    stats = run.core.store.stats()
+    assert (recalls.num_lost, stats.pages_moving, stats.pages_live) == (0, 0, 0)

@@ -11,7 +11,9 @@ import pytest
 
 from dagengine import LLM
 from dagengine.costs import Fit, MeasuredCosts, Priors
+from dagengine.host_tier import HostTier
 from dagengine_kvstore import KVStore, NodeRecord, Parent, Read
+from dagengine_kvstore.events import EventLog
 from dagengine_kvstore.fake_transfer import FakeTransfer
 
 PAGE, MOST = 16, 512
@@ -139,3 +141,24 @@ def test_an_engine_measures_its_steps_and_loads(llm_with_tiers: LLM) -> None:
     assert after[0] != before[0] and after[1] != before[1]
     assert len(fillers) == 3
     state.prefetch()
+
+
+def test_a_load_whose_end_the_log_dropped_is_forgotten_and_one_whose_begin_it_dropped_is_not_measured() -> (
+    None
+):
+    costs = MeasuredCosts(PAGE, MOST, PRIORS)
+    tier = HostTier(FakeTransfer([None], 1), costs, 1, lambda: 9.0)
+    events = EventLog(2)
+    before = costs.reload(8)
+    events.record(1.0, "load", ticket=1, pages=8)
+    tier.watch(events)
+    assert tier._loads == {1: 1.0}
+    events.record(2.0, "loaded", ticket=1, pages=8)
+    events.record(2.0, "load", ticket=2, pages=8)
+    events.record(3.0, "load", ticket=3, pages=8)
+    events.record(4.0, "loaded", ticket=2, pages=8)
+    tier.watch(events)
+    assert tier._loads == {3: 3.0} and costs.reload(8) == before
+    events.record(8.0, "loaded", ticket=3, pages=8)
+    tier.watch(events)
+    assert not tier._loads and costs.reload(8) > before

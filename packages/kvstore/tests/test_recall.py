@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from kvstore_disk import BytesTransfer
-from kvstore_helpers import SIGNATURE, refused
+from kvstore_helpers import SIGNATURE, Clock, refused
 
 from dagengine_kvstore import KVStore, NodeRecord, Parent, Read, Writer
 from dagengine_kvstore.directory import PageDirectory
@@ -20,12 +20,12 @@ PAGE_SIZE, PAGE_BYTES = 4, 64
 class Life:
     """A store over a directory, as one process has it. A page's bytes are its tokens and where they were computed."""
 
-    def __init__(self, path: Path, num_pages: int = 16) -> None:
+    def __init__(self, path: Path, num_pages: int = 16, **options: object) -> None:
         self.device = [bytes(PAGE_BYTES)] * num_pages
         self.inner = BytesTransfer(self.device, 20, PAGE_BYTES)
         self.directory = PageDirectory(path, PAGE_BYTES, 10**6, layout={})
         self.transfer = PersistentTransfer(self.inner, self.inner.host, self.directory, num_spare=2)
-        self.store = KVStore(num_pages, PAGE_SIZE, transfer=self.transfer)
+        self.store = KVStore(num_pages, PAGE_SIZE, transfer=self.transfer, **options)  # type: ignore[arg-type]
         self.recalls = Recalls(self.store, self.transfer)
         self.computed = 0
 
@@ -190,3 +190,36 @@ def test_adopting_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with refused("writer_closed"):
         writer.page_keys([4])
     life.end()
+
+
+@pytest.mark.parametrize("how", ["waits", "abort"])
+def test_a_recall_past_its_deadline_keeps_its_pages_and_nobody_else(tmp_path: Path, how: str) -> None:
+    first = Life(tmp_path)
+    first.keep(first.write(list(range(16))))
+    first.end()
+    clock = Clock()
+    second = Life(tmp_path, num_pages=12, clock=clock, transfer_timeout_s=5.0)
+    writer = second.begin()
+    second.compute(writer, [7] * 4)
+    writer.rollback()
+    assert second.recalls.start(writer, list(range(16))) == 16
+    if how == "abort":
+        writer.abort()
+    clock.now += 5.0
+    expected = [Finished(writer, 0)] if how == "waits" else []
+    assert second.recalls.finish() == expected, "whatever came was not polled"
+    second.store.check()
+    assert (second.recalls.num_open, second.recalls.num_lost) == (0, 1)
+    stats = second.store.stats()
+    assert (stats.open_fences, stats.pages_moving, stats.pages_waiting) == (0, 4, 0)
+    assert second.store.num_unused == 8
+    other = second.begin()
+    assert second.recalls.start(other, list(range(16))) == 0, "it does not answer"
+    second.compute(other, list(range(16)))
+    other.abort()
+    second.until(lambda: second.recalls.finish() == [] and not second.recalls.num_lost)
+    assert second.store.num_unused == 12 and second.store.stats().pages_moving == 0
+    if how == "waits":
+        assert second.recalls.start(writer, list(range(16))) == 16 and second.finished().num_tokens == 16
+        writer.abort()
+    second.end()

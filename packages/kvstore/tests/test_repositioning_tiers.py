@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvstore_helpers import SIGNATURE, refused, write
+from kvstore_helpers import SIGNATURE, ByHand, Clock, Costs, balanced, read, refused, use_all_pages, write
 from kvstore_mover import SIZE, Rows, moved
 
 from dagengine_kvstore import KVStore, NodeRecord, NotResident, OutOfHostPages, OutOfPages, Reposition, Tier
@@ -128,3 +128,91 @@ def test_without_room_on_the_host_it_stays_on_the_device() -> None:
         store.pump()
     assert store.tier(node) is Tier.DEVICE
     store.check()
+
+
+def test_what_cannot_be_computed_again_is_loaded_however_cheap_computing_would_be() -> None:
+    store, rows, _ = two_tiers(reuse_across_positions=False, costs=Costs(recompute=0, reload=1000))
+    source = document(store, rows)
+    (node,) = store.reposition([Reposition(source, 100)], rows, copy=True).nodes
+    offload(store, node)
+    offload(store, source)
+    assert store.wants_reload(node) and not store.wants_reload(source)
+    with refused("not_recomputable", "node"):
+        store.restore(node)
+    load(store, node)
+    assert rows.read(node) == moved(range(10, 18), 0, 100)
+    store.check()
+
+
+def turned_on_host(store: KVStore, transfer: ByHand) -> NodeRecord:
+    """A node on the host that cannot be computed again, and nothing of it on the device."""
+    rows = Rows(store)
+    source = document(store, rows)
+    (node,) = store.reposition([Reposition(source, 100)], rows, copy=True).nodes
+    store.unhold(source)
+    store.offload(node)
+    transfer.end(1)
+    store.pump()
+    use_all_pages(store)
+    assert store.tier(node) is Tier.HOST
+    return node
+
+
+@pytest.mark.parametrize("end", ["reported", "aborted"])
+def test_a_load_that_is_lost_leaves_what_cannot_be_computed_again_on_the_host(end: str) -> None:
+    clock, transfer = Clock(), ByHand()
+    options = {"clock": clock, "transfer_timeout_s": 5.0, "reuse_across_positions": False}
+    store = KVStore(12, SIZE, transfer=transfer, **options)  # type: ignore[arg-type]
+    node = turned_on_host(store, transfer)
+    assert store.load(node) == 2
+    clock.now += 5.0
+    store.pump()
+    assert store.tier(node) is Tier.LOADING and store.stats().tickets_lost == 1
+    with pytest.raises(NotResident) as caught:
+        store.lease([read(node)])
+    assert caught.value.loading == (node,) and caught.value.nowhere == ()
+    balanced(store)
+    if end == "reported":
+        transfer.end(2)
+    else:
+        transfer.confirms.add(2)
+    store.pump()
+    assert store.tier(node) is Tier.HOST and store.stats().tickets_lost == 0
+    balanced(store)
+    assert store.load(node) == 2
+    transfer.end(3)
+    store.pump()
+    assert store.tier(node) is Tier.DEVICE
+    balanced(store)
+
+
+def test_a_node_that_is_let_go_while_its_load_is_lost_leaves_nothing() -> None:
+    clock, transfer = Clock(), ByHand()
+    options = {"clock": clock, "transfer_timeout_s": 5.0, "reuse_across_positions": False}
+    store = KVStore(12, SIZE, transfer=transfer, **options)  # type: ignore[arg-type]
+    node = turned_on_host(store, transfer)
+    store.load(node)
+    clock.now += 5.0
+    store.pump()
+    store.unhold(node)
+    balanced(store)
+    transfer.end(2)
+    store.pump()
+    assert store.stats().host_free == 16 and store.num_unused == 12
+    balanced(store)
+
+
+def test_loading_what_cannot_be_computed_again_is_not_given_up() -> None:
+    transfer = ByHand()
+    store = KVStore(12, SIZE, transfer=transfer, max_failures=2, reuse_across_positions=False)
+    node = turned_on_host(store, transfer)
+    for ticket in range(2, 6):
+        assert store.load(node) == 2
+        transfer.end(ticket, error="broken")
+        assert [event.kind for event in store.pump()] == ["load_failed"]
+        assert store.tier(node) is Tier.HOST
+        balanced(store)
+    store.load(node)
+    transfer.end(6)
+    store.pump()
+    assert store.tier(node) is Tier.DEVICE

@@ -36,7 +36,7 @@ from dagengine_kvstore import (
     Tier,
 )
 from dagengine_kvstore.pages import PageState
-from dagengine_kvstore.residency import PageCopy
+from dagengine_kvstore.residency import PageCopy, not_resident
 
 
 def test_a_state_goes_to_the_host_and_back_and_stays_what_it_is() -> None:
@@ -893,3 +893,19 @@ def test_a_host_page_freed_too_often_is_an_error() -> None:
         host.drop(node.copies[0].host)  # type: ignore[union-attr]
     with pytest.raises(KVStoreError):
         store.check()
+
+
+def test_what_is_missing_is_on_the_host_unless_a_part_of_it_is_nowhere() -> None:
+    store = make_store()
+    host, coming, both, gone = (write(store, [token]) for token in range(4))
+    refusal = not_resident(
+        {
+            host: {Tier.HOST},
+            coming: {Tier.LOADING},
+            both: {Tier.HOST, Tier.LOADING},
+            gone: {Tier.HOST, Tier.NOWHERE},
+        }
+    )
+    assert refusal.nodes == (host, coming, both, gone)
+    assert refusal.on_host == (host, coming, both) and refusal.nowhere == (gone,)
+    assert refusal.loading == (coming,)

@@ -66,8 +66,13 @@ class HostTier:
             self.costs.observe_step(tokens, pairs, seconds)
 
     def watch(self, events: EventLog) -> int:
-        """Measure the loads among the events since the last call. Returns how many offloads are done since then."""
+        """Measure the loads among the events since the last call. Returns how many offloads are done since then.
+
+        Where the log dropped events in between, loads begun before these are not measured: they may have ended there.
+        """
         found = events.since(self._seen)
+        if len(found) < events.next_seq - self._seen:
+            self._loads.clear()
         self._seen = events.next_seq
         pages, began = 0, float("inf")
         for event in found:
@@ -75,9 +80,9 @@ class HostTier:
                 continue
             if event.kind == "load":
                 self._loads[event.ticket] = event.seconds
-            elif event.kind == "loaded":
+            elif event.kind == "loaded" and event.ticket in self._loads:
                 pages += event.pages or 0
-                began = min(began, self._loads.pop(event.ticket, event.seconds))
+                began = min(began, self._loads.pop(event.ticket))
             elif event.kind in ("load_failed", "load_lost"):
                 self._loads.pop(event.ticket, None)
         if pages:

@@ -258,11 +258,13 @@ class Scheduler:
         return size
 
     def _admit_beside(self, budget: int) -> int | None:
-        """While the first waits for a load: admit one behind it that has all it reads, into pages that nobody uses and
-        that the first does not need. Returns as `_admit_first`.
+        """While the first waits for a load or a recall: admit one behind it that has all it reads, into pages that
+        nobody uses and that the first does not need. Returns as `_admit_first`.
         """
-        first = self._loading.owner
-        if first is None or not self._store.num_in_flight or len(self.running) >= self._config.max_num_seqs:
+        first = self._loading.owner or next((s for s in self.waiting if s.recall), None)
+        if first is None or len(self.running) >= self._config.max_num_seqs:
+            return None
+        if not (first.recall or self._store.num_in_flight or self._store.num_lost):
             return None
         behind = (s for s in self.waiting if s is not first and (s.after is None or s.after.prefilled))
         for sequence in islice(behind, LOOK_AHEAD):
@@ -373,8 +375,8 @@ class Scheduler:
                 return True
 
     def _comes_by_itself(self, short: OutOfPages, reads: SequenceOf[Read]) -> bool:
-        """Whether stores under way bring the pages that somebody is short of, who reads `reads`."""
-        if not short.moving:
+        """Whether stores and recalls under way bring the pages that somebody is short of, who reads `reads`."""
+        if not short.moving and not self._recalling.is_under_way:
             return False
         return short.needed <= short.moving + short.waiting + self._store.available(reads=reads)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from dagengine_kvstore.holds import Hold
@@ -148,11 +149,15 @@ def _copies(books: Books) -> list[str]:
 
 
 def _tickets(books: Books) -> list[str]:
-    """Exactly what open tickets may touch is moving, and no page is under two of them."""
+    """Exactly what open tickets may touch, or was set aside, is moving, and no page is under two of them."""
     tickets = books.pressure.tickets
     found: list[str] = []
     for name, pool, under in (
-        ("page", books.pool, Counter(page for ticket in tickets for page in ticket.pages)),
+        (
+            "page",
+            books.pool,
+            Counter(chain(books.pool.aside, (page for ticket in tickets for page in ticket.pages))),
+        ),
         ("host page", books.host, Counter(copy.host for ticket in tickets for copy in ticket.copies)),
     ):
         for page in range(pool.num_pages):

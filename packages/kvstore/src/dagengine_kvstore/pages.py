@@ -137,6 +137,7 @@ class PagePool:
         self._touched = [0] * num_pages  # the newest fence open when a reader or writer last let go of it
         self._written = [0] * num_pages  # the same for writers only
         self._moving: set[int] = set()
+        self.aside: set[int] = set()  # moving, and under no ticket
 
     @property
     def num_free(self) -> int:
@@ -254,6 +255,20 @@ class PagePool:
         if not self.refs[page]:
             self._free_quiet(page)
 
+    def set_aside(self, pages: Iterable[int]) -> None:
+        """Nobody gets these live or waiting pages before `end_aside`, whoever lets go of them."""
+        for page in pages:
+            assert self.refs[page] or page in self._waiting
+            self._waiting.pop(page, None)
+            self._moving.add(page)
+            self.aside.add(page)
+
+    def end_aside(self, pages: Iterable[int]) -> None:
+        """Nothing writes these pages any more."""
+        for page in pages:
+            self.aside.remove(page)
+            self.end_move(page)
+
     def is_quiet(self, page: int) -> bool:
         """Whether no open step may touch a page that no reader and no writer refers to."""
         return not self._fences or self._touched[page] < next(iter(self._fences))
@@ -301,10 +316,14 @@ class PagePool:
         self._fences[fence] = None
         return fence
 
-    def end_fence(self, fence: int) -> None:
+    def check_fence(self, fence: int) -> None:
         """Raises KVStoreError `unknown_fence` for one that is not open."""
         if fence not in self._fences:
             raise KVStoreError("unknown_fence", f"fence {fence} is not open (ended twice?)", field="fence")
+
+    def end_fence(self, fence: int) -> None:
+        """Raises as `check_fence`."""
+        self.check_fence(fence)
         del self._fences[fence]
         oldest = next(iter(self._fences), self._next_fence)
         done: list[int] = []

@@ -219,9 +219,9 @@ class Pressure:
         return len(on_way) + self._transfers.load(next(iter(on_host.values())), list(on_host))
 
     def wants_reload(self, node: NodeRecord) -> bool:
-        """Whether what the host has of a node is to be loaded, rather than computed again."""
+        """Whether what the host has of a node is to be loaded, rather than computed again, which may be impossible."""
         missing = sum(page is None and copy_of(node, i) is not None for i, page in enumerate(node.pages))
-        return missing > 0 and reload_is_cheaper(self._costs, node, missing)
+        return missing > 0 and (not node.recomputable or reload_is_cheaper(self._costs, node, missing))
 
     def _continue_offload(self, node: NodeRecord) -> None:
         books, transfers = self._books, self._transfers

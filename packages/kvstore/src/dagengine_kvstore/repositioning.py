@@ -20,13 +20,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dagengine_kvstore.errors import KVStoreError, NotResident
+from dagengine_kvstore.errors import KVStoreError
 from dagengine_kvstore.leases import Lease
 from dagengine_kvstore.move_plan import check_width, plan_moves
 from dagengine_kvstore.moves import Move, MovePlan, Mover
 from dagengine_kvstore.nodes import NodeRecord
 from dagengine_kvstore.references import Read, check_held, check_readable
-from dagengine_kvstore.residency import page_tier
+from dagengine_kvstore.residency import not_resident, page_tier
 from dagengine_kvstore.reuse import Context, Prefix
 from dagengine_kvstore.tiers import Tier
 from dagengine_kvstore.writer import Writer
@@ -150,10 +150,7 @@ class Repositioner:
             )
             jobs.append(_Job(asked, pages, deltas, turned, in_place))
         if missing:
-            on_host = [node for node, tiers in missing.items() if Tier.NOWHERE not in tiers]
-            raise NotResident(
-                tuple(missing), on_host, [node for node in on_host if missing[node] == {Tier.LOADING}]
-            )
+            raise not_resident(missing)
         return jobs
 
     def _check_owned(self, node: NodeRecord, pages: Sequence[int], field: str) -> None:

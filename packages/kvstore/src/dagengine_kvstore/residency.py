@@ -10,9 +10,11 @@ begun has no PageCopy: it is DEVICE or NOWHERE.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-from dagengine_kvstore.errors import KVStoreError
+from dagengine_kvstore.errors import KVStoreError, NotResident
 from dagengine_kvstore.host_pages import HostPool
 from dagengine_kvstore.nodes import NodeRecord
 from dagengine_kvstore.pages import PagePool
@@ -185,3 +187,9 @@ def node_tier(node: NodeRecord, indices: set[int]) -> Tier:
     """Where the pages `indices` of a sealed node are, all in all."""
     tiers = {page_tier(node, index) for index in indices}
     return next((tier for tier in _LEAST_FIRST if tier in tiers), Tier.DEVICE)
+
+
+def not_resident(missing: Mapping[NodeRecord, AbstractSet[Tier]]) -> NotResident:
+    """The refusal to read nodes, in order, whose missing pages are in these tiers."""
+    on_host = [node for node, tiers in missing.items() if Tier.NOWHERE not in tiers]
+    return NotResident(tuple(missing), on_host, [node for node in on_host if missing[node] == {Tier.LOADING}])

@@ -19,7 +19,7 @@ from dagengine_kvstore import audit
 from dagengine_kvstore.books import Books
 from dagengine_kvstore.claims import Claims
 from dagengine_kvstore.costs import CostModel
-from dagengine_kvstore.errors import KVStoreError, LeakError, NotResident
+from dagengine_kvstore.errors import KVStoreError, LeakError
 from dagengine_kvstore.events import Event, EventLog
 from dagengine_kvstore.eviction import EvictionPolicy, eviction_policy
 from dagengine_kvstore.holds import Hold
@@ -31,7 +31,7 @@ from dagengine_kvstore.pins import PinBudget, pinned_nodes
 from dagengine_kvstore.pressure import NextUseOf, Pressure
 from dagengine_kvstore.references import Parent, Read, check_held, check_readable, check_references
 from dagengine_kvstore.repositioning import Reposition, Repositioned, Repositioner
-from dagengine_kvstore.residency import clean_copy, copy_of, node_tier, page_tier
+from dagengine_kvstore.residency import clean_copy, copy_of, node_tier, not_resident, page_tier
 from dagengine_kvstore.states import Handle, HandleTable
 from dagengine_kvstore.stats import StateInfo, StoreStats
 from dagengine_kvstore.tiers import Tier, Transfer, transfer_of
@@ -107,6 +107,7 @@ class KVStore:
             message = f"transfer_timeout_s must be positive, not {transfer_timeout_s}"
             raise KVStoreError("invalid_ttl", message, field="transfer_timeout_s")
         self.page_size = page_size
+        self.transfer_timeout_s = transfer_timeout_s
         self._clock = clock
         self._reuse_across_positions = reuse_across_positions
         handles = HandleTable(clock, tombstone_s, new_id)
@@ -285,9 +286,7 @@ class KVStore:
                 tiers = {page_tier(read.node, i) for i in span if read.node.pages[i] is None}
                 missing.setdefault(read.node, set()).update(tiers)
         if missing:
-            on_host = [node for node, tiers in missing.items() if Tier.NOWHERE not in tiers]
-            loading = [node for node in on_host if missing[node] == {Tier.LOADING}]
-            raise NotResident(tuple(missing), on_host, loading)
+            raise not_resident(missing)
         use = self._books.next_use()
         for read, run in zip(reads, runs, strict=True):
             read.node.leases += 1
@@ -302,10 +301,12 @@ class KVStore:
     def restore(self, node: NodeRecord) -> RestoreWriter:
         """Compute the missing pages of a held, sealed node again. One restore of a node runs at a time.
 
-        Raises KVStoreError `state_not_sealed`, `parent_failed`, `state_released`, `already_restoring`.
+        Raises KVStoreError `state_not_sealed`, `parent_failed`, `state_released`, `already_restoring`,
+        `not_recomputable` (repositioned: `load` it).
         """
         check_readable(node, 0, node.length, None, "node")
         self._check_held(node)
+        self._check_recomputable(node, False)
         if node.restoring:
             raise KVStoreError("already_restoring", f"node {node.uid} is being restored, wait", field="node")
         held_stop = max((stop for _, stop in node.cover), default=0)
@@ -413,6 +414,11 @@ class KVStore:
         """Transfers under way, without lost ones."""
         return self._transfers.tickets.num_in_flight
 
+    @property
+    def num_lost(self) -> int:
+        """Transfers past their deadline that may still touch their pages."""
+        return self._transfers.tickets.num_lost
+
     def reposition(
         self,
         moves: Sequence[Reposition],
@@ -484,6 +490,24 @@ class KVStore:
     def end_step(self, fence: int) -> None:
         """The step is done on the device. Raises KVStoreError `unknown_fence`, also the second time."""
         self._books.pool.end_fence(fence)
+
+    def set_aside(self, fence: int, pages: Iterable[int]) -> None:
+        """The step ends, but for these pages, given out before it began: nobody gets them before `end_aside`.
+
+        Raises as `end_step`.
+        """
+        pages = tuple(pages)
+        self._books.pool.check_fence(fence)
+        self._books.pool.set_aside(pages)
+        self.end_step(fence)
+
+    def end_aside(self, pages: Iterable[int]) -> None:
+        """Nothing writes the pages of `set_aside` any more."""
+        self._books.pool.end_aside(pages)
+
+    def now(self) -> float:
+        """Seconds of the store's clock."""
+        return self._clock()
 
     def check(self) -> None:
         """Count everything again. Raises LeakError naming every difference."""

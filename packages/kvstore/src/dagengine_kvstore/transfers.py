@@ -6,6 +6,9 @@ whose pages are copied, and what makes room for them, is decided by `pressure.py
     host page   free ─ MOVING ─ live or free     host page   live ─ MOVING ─ live
     copy      DEVICE ─ STORING ─ DEVICE or HOST  copy        HOST ─ LOADING ─ DEVICE, or HOST if the copy failed
 
+What cannot be computed again is never given up: its copy stays LOADING under a lost ticket, and is HOST when that is
+over; it may fail any number of times.
+
 A store starts when no open step may write the page any more; readers are no hindrance. What a lost ticket may touch
 stays MOVING until the ticket is reported after all, or its abort is confirmed.
 """
@@ -221,8 +224,7 @@ class Transfers:
             copy.ticket = None
             books.host.end_move(copy.host)
             if copy.failures >= self._max_failures:
-                given_up += 1
-                self._detach_all(copy)
+                given_up += not self._give_up_copy(copy)
             books.copies.settle(copy)
         self._note("load_failed", ticket.id, ticket, Tier.HOST, error)
         if given_up:
@@ -235,11 +237,15 @@ class Transfers:
             self._give_up_store(ticket)
             self._note("store_lost", ticket.id, ticket, Tier.DEVICE)
             return
+        kept = 0
         for copy in ticket.copies:
             self._books.copies.forget(copy)
-            copy.to(Tier.NOWHERE)
-            self._detach_all(copy)
-        self._note("load_lost", ticket.id, ticket, Tier.NOWHERE)
+            if self._give_up_copy(copy):
+                kept += 1
+            else:
+                copy.to(Tier.NOWHERE)
+        tier = Tier.LOADING if kept == len(ticket.copies) else Tier.NOWHERE
+        self._note("load_lost", ticket.id, ticket, tier)
 
     def _end_quarantine(self, ticket: Ticket) -> None:
         self.tickets.finish(ticket)
@@ -260,7 +266,16 @@ class Transfers:
             self._books.pool.end_move(page)
             self._books.host.end_move(copy.host)
             copy.ticket = None
+            if copy.tier is Tier.LOADING:
+                copy.to(Tier.HOST)
             self._books.copies.settle(copy)
+
+    def _give_up_copy(self, copy: PageCopy) -> bool:
+        """The nodes that can be computed again have the copy no more. Returns whether others keep it."""
+        for node, index in tuple(copy.slots):
+            if node.recomputable:
+                self._books.copies.detach(node, index)
+        return bool(copy.slots)
 
     def _detach_all(self, copy: PageCopy) -> None:
         for node, index in tuple(copy.slots):
