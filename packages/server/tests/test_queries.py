@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
 from conftest import MODEL, Server, wait_until
 
 from dagengine import DagError
+from dagengine.request import Event
 from dagengine_core_graph.query import assistant, cross, load_query, monad, plus, system
 from dagengine_core_graph.query import g as g_of
 from dagengine_server.client import Client
+from dagengine_server.submission import Submission
 
 PLAIN = {"Content-Type": "text/plain"}
 
@@ -240,6 +242,16 @@ def test_a_client_that_leaves_cancels_its_query(server: Server) -> None:
     with server.http.stream("POST", "/v1/query/execute?stream=true", json=query) as answer:
         next(answer.iter_lines())
     wait_until(lambda: not server.engine.call(lambda core: core.has_work).result())
+
+
+def test_a_stream_that_ends_early_ends_with_an_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(self: Submission, silence_s: float) -> AsyncGenerator[list[Event], None]:
+        for batch in ():
+            yield batch
+
+    monkeypatch.setattr(Submission, "batches", nothing)
+    answer = execute(server, g(RAG), "true")
+    assert '"code":"internal"' in answer.text.replace(" ", "") and "[DONE]" not in answer.text
 
 
 def test_the_client_class_asks_the_same(server: Server) -> None:

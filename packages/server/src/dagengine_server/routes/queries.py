@@ -290,9 +290,9 @@ async def _events(service: Service, job: Job, submission: Submission) -> AsyncGe
             found.update((event.request_id, event) for event in ended)
             if sent:
                 yield sent
-    health = service.health()
-    if health is not None and len(found) < len(job.query.requests):
-        yield error_event(envelope(health))
+    if len(found) < len(job.query.requests):
+        error = service.health() or DagError("internal", "the answer ended before every part of it had")
+        yield error_event(envelope(error))
         return
     outcome = outcome_of(job.query, 0, found, job.taken.facts)
     chunks: list[dict[str, Any]] = [
