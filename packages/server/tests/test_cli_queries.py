@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from conftest import Server
 
+from dagengine import DagError
+from dagengine.retrievers import Corpora
 from dagengine_server.cli import main
 
 GRAPH = {"format": "dagengine.graph/v1", "nodes": [
@@ -60,6 +62,26 @@ def test_explain_and_serve_read_corpora(tmp_path: Path, capsys: pytest.CaptureFi
     assert "no corpus 'farm'" in capsys.readouterr().err
     for wrong in ("farm", "=x", f"farm={tmp_path}/none.jsonl"):
         assert run("explain", str(tmp_path / "query.json"), "--corpus", wrong) == 1
+
+
+@pytest.mark.parametrize("command", ["explain", "audit", "serve"])
+def test_corpora_are_closed_also_when_a_command_fails(
+    command: str, query: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise DagError("capacity", "planted")
+
+    closed: list[Corpora] = []
+    monkeypatch.setattr(Corpora, "close", lambda corpora: closed.append(corpora))
+    monkeypatch.setattr("dagengine_core_graph.query.explain", fail)
+    monkeypatch.setattr("dagengine.audit.audit", fail)
+    monkeypatch.setattr("dagengine.build.build_core", fail)
+    (tmp_path / "corpus.jsonl").write_text('{"text": "Cows give milk."}\n')
+    given = [str(model_folder) if command == "serve" else str(query)]
+    if command == "audit":
+        given += ["--model", str(model_folder)]
+    assert run(command, *given, "--corpus", f"farm={tmp_path}/corpus.jsonl") == 1
+    assert [list(corpora.corpora) for corpora in closed] == [["farm"]]
 
 
 def test_what_is_no_query_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,9 +69,8 @@ def explain(
         if url is not None:
             raise CommandError("queries are explained here, not by a server", "url")
         engine = options.engine_options(context)
-        _explain_query(
-            document, model, position_policy, engine, reduce, corpora_of(corpus, retriever), as_json
-        )
+        with closing(corpora_of(corpus, retriever)) as corpora:
+            _explain_query(document, model, position_policy, engine, reduce, corpora, as_json)
         return
     if reduce is not None or corpus:
         raise CommandError("this is said of span queries only", "corpus" if corpus else "reduce")
