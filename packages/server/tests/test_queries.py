@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
 from conftest import MODEL, Server, wait_until
+from sockets import RawClient
 
 from dagengine import DagError
 from dagengine.request import Event
@@ -242,6 +244,32 @@ def test_a_client_that_leaves_cancels_its_query(server: Server) -> None:
     with server.http.stream("POST", "/v1/query/execute?stream=true", json=query) as answer:
         next(answer.iter_lines())
     wait_until(lambda: not server.engine.call(lambda core: core.has_work).result())
+
+
+def test_a_client_that_leaves_while_fragments_are_handed_over_leaks_none(
+    start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start()
+    reached, go_on = threading.Event(), threading.Event()
+    delivered = Submission.delivered
+
+    def stopping(self: Submission, request_id: str | None = None) -> None:
+        delivered(self, request_id)
+        server.engine.post(lambda core: go_on.wait(30))
+        reached.set()
+
+    monkeypatch.setattr(Submission, "delivered", stopping)
+    client = RawClient(server.port)
+    client.send("/v1/query/execute", {"format": "dagengine.query/v1", "query": g(RAG)})
+    assert reached.wait(30)
+    client.leave()
+    wait_until(lambda: not server.app.state.service.open_requests)
+    go_on.set()
+    wait_until(lambda: not server.engine.call(lambda core: core.has_work).result())
+    handles = server.engine.call(lambda core: core.store.stats().handles).result()
+    assert handles == len(server.app.state.service.fragments) > 0
+    server.release_all()
+    server.settle()
 
 
 def test_a_stream_that_ends_early_ends_with_an_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from dagengine.queries import (
     query_job,
 )
 from dagengine.query_results import Outcome, outcome_of
-from dagengine.query_run import Taken, taking
+from dagengine.query_run import Taken, take
 from dagengine.request import Choice, Event, FinishedEvent, TokenEvent
 from dagengine_core_graph.query import GenerateParams, Map, dump_query, load_query
 from dagengine_core_graph.query import Query as SpanQuery
@@ -184,7 +184,7 @@ async def _job(
 ) -> Job:
     """The engine requests, with handles on the fragments that are kept. Raises DagError."""
     service = service_of(request)
-    taken = await service.call(taking(service.fragments, fragment_keys([encoded], options)))
+    taken = await take(service.engine, service.fragments, fragment_keys([encoded], options))
     try:
         query = query_job([encoded], options, taken.states, prepare_only=prepare_only)
     except BaseException:
@@ -208,7 +208,7 @@ async def _start(service: Service, job: Job, submission: Submission) -> None:
 async def _finished(service: Service, job: Job, submission: Submission) -> dict[str, FinishedEvent]:
     """Terminal events by request id; fragments among them are kept."""
     found = {event.request_id: event for event in await submission.results()}
-    await _keep(service, job, submission, list(found.values()))
+    _keep(service, job, submission, list(found.values()))
     return found
 
 
@@ -217,15 +217,15 @@ async def _outcome(service: Service, job: Job, submission: Submission) -> Outcom
     return outcome_of(job.query, 0, found, job.taken.facts)
 
 
-async def _keep(service: Service, job: Job, submission: Submission, events: list[FinishedEvent]) -> None:
-    """Hand states of fragments over to those that keep them."""
+def _keep(service: Service, job: Job, submission: Submission, events: list[FinishedEvent]) -> None:
+    """Hand states of fragments over to those that keep them. Waits for nothing: it cannot be cancelled half done."""
     states = job.query.states(events)
     if not states:
         return
+    service.engine.post(lambda core: service.fragments.keep(core, states))
     for event in events:
         if event.request_id in job.query.fragments:
             submission.delivered(event.request_id)
-    await service.call(lambda core: service.fragments.keep(core, states))
 
 
 def _answer(job: Job, outcome: Outcome) -> dict[str, Any]:
@@ -284,7 +284,7 @@ async def _events(service: Service, job: Job, submission: Submission) -> AsyncGe
                 assert failed.error is not None
                 yield error_event(envelope(job.query.locate(failed.request_id, failed.error)))
                 return
-            await _keep(service, job, submission, ended)
+            _keep(service, job, submission, ended)
             for event in batch:
                 sent += _chunk(job, event)
             found.update((event.request_id, event) for event in ended)
