@@ -227,6 +227,9 @@ def test_what_is_no_query_is_refused(server: Server) -> None:
     assert execute(server, g(RAG), "maybe").status_code == 400
     assert execute(server, g(RAG, "other")).json()["error"]["code"] == "model_not_found"
     assert execute(server, g(RAG), position="sideways").status_code in (400, 422)
+    for name in ("position", "backend"):
+        empty = execute(server, g(RAG), **{name: ""})
+        assert (empty.status_code, empty.json()["error"]["param"]) == (400, name)
     long = execute(server, g(RAG, max_tokens=10**6)).json()["error"]
     assert (long["code"], long["param"]) == ("position_overflow", "g.max_tokens")
 

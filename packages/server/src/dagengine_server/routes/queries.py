@@ -43,8 +43,8 @@ SPNL_PREFIX = "spnl/"
 CACHE_SALT = Query(
     None, min_length=1, max_length=256, description="States and reuse are shared only within one salt."
 )
-POSITION = Query(None, max_length=64, description="The position policy of every node.")
-BACKEND = Query(None, max_length=64, description="The attention backend of every node.")
+POSITION = Query(None, min_length=1, max_length=64, description="The position policy of every node.")
+BACKEND = Query(None, min_length=1, max_length=64, description="The attention backend of every node.")
 REDUCE = Query(
     None, ge=2, description="Reduce judges declared closed to groups of so many candidates; not exact."
 )
@@ -142,7 +142,7 @@ async def _encoded(
     service, value = service_of(request), await read_query_json(request)
     tenant = tenant_of(request)
     options = QueryOptions(
-        position=position or service.model.default_policy,
+        position=service.model.default_policy if position is None else position,
         backend=backend,
         salt=tenant.salt(cache_salt),
         keep=keep,
