@@ -64,10 +64,6 @@ class Job:
     taken: Taken
     texts: bool
 
-    @property
-    def num_answers(self) -> int:
-        return len(self.query.queries[0].answers)
-
 
 @router.post("/execute", openapi_extra={"x-body": "SpanQuery"})
 async def execute(
