@@ -64,6 +64,50 @@ def test_explain_and_serve_read_corpora(tmp_path: Path, capsys: pytest.CaptureFi
         assert run("explain", str(tmp_path / "query.json"), "--corpus", wrong) == 1
 
 
+LENGTHS = {"format": "dagengine.graph/v1", "nodes": [{"id": "a", "length": 3}]}
+CASES = json.loads((Path(__file__).parent / "data" / "graph_semantics.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "field"),
+    [
+        ("cases", ["--reduce", "2"], "reduce"),
+        ("cases", ["--corpus", "a=b"], "corpus"),
+        ("cases", ["--retriever", "fts5"], "retriever"),
+        ("cases", ["--position-policy", "native"], "position_policy"),
+        ("cases", ["--model", "m"], "model"),
+        ("lengths", ["--retriever", "fts5"], "retriever"),
+        ("lengths", ["--reduce", "2"], "reduce"),
+        ("lengths", ["--page-size", "8"], "page_size"),
+        ("lengths", ["--api-key", "k"], "api_key"),
+        ("lengths", ["--url", "http://127.0.0.1:9", "--kv-pages", "8"], "kv_pages"),
+        ("lengths", ["--url", "http://127.0.0.1:9", "--model", "m"], "model"),
+        ("query", ["--position-policy", "native"], "position_policy"),
+        ("query", ["--dtype", "float32"], "dtype"),
+        ("query", ["--url", "http://127.0.0.1:9"], "url"),
+        ("query", ["--api-key", "k"], "api_key"),
+    ],
+)
+def test_explain_refuses_an_option_that_its_document_has_no_use_for(
+    kind: str, given: list[str], field: str, query: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = query
+    if kind != "query":
+        path = tmp_path / "document.json"
+        path.write_text(json.dumps(CASES if kind == "cases" else LENGTHS))
+    assert run("explain", str(path)) == 0
+    capsys.readouterr()
+    assert run("explain", str(path), *given) == 1
+    assert f"{field.replace('_', '-')}: " in capsys.readouterr().err.replace("_", "-")
+
+
+def test_explain_takes_the_environments_settings_as_defaults(
+    query: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DAGENGINE_POSITION_POLICY", "native")
+    assert run("explain", str(query)) == 0
+
+
 @pytest.mark.parametrize("command", ["explain", "audit", "serve"])
 def test_corpora_are_closed_also_when_a_command_fails(
     command: str, query: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
