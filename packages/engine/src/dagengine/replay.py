@@ -20,7 +20,7 @@ from .query_results import input_digest
 from .query_run import run_queries
 from .records import FORMAT
 from .request import Choice, ContextRef, FinishedEvent, Request
-from .sampling import MAX_SEED, SamplingParams
+from .sampling import SamplingParams, seed_after
 from .sequence import SEED_STRIDE
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _request(
     if inputs["sampling"] is not None:
         options = {name: value for name, value in inputs["sampling"].items() if name != "n"}
         if record["seed"] is not None:
-            options["seed"] = _signed(record["seed"] + record["index"] * SEED_STRIDE)
+            options["seed"] = seed_after(record["seed"], record["index"] * SEED_STRIDE)
         sampling = SamplingParams.from_mapping(options)
     context = tuple(
         ContextRef(
@@ -258,8 +258,3 @@ def _answer(name: str, index: int, expected: Mapping[str, Any], found: Choice) -
         expected["finish_reason"],
         output["finish_reason"],
     )
-
-
-def _signed(seed: int) -> int:
-    """The seed as a signed 64-bit integer: the same to the random numbers, which take it modulo 2^64."""
-    return (seed + MAX_SEED + 1) % (2 * MAX_SEED + 2) - MAX_SEED - 1
