@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .llm import LLM
 
 CIRCUMSTANCES = ("batch_invariant", "device", "page_size", "versions")
+DECIDING = ("device", "versions", "implementation")
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class Replayed:
 @dataclass(frozen=True)
 class ReplayReport:
     """Attributes:
-    exact: whether equality was promised: both runs in batch-invariant mode, on the same kind of device.
+    exact: whether equality was promised: both runs in batch-invariant mode, on the same device, with the same versions
+        and the same implementation of attention.
     differences: circumstances that are not those of the records, as "name: then, now".
     """
 
@@ -101,12 +103,12 @@ def replay(llm: LLM, records: Sequence[Mapping[str, Any]]) -> ReplayReport:
         for note in _compared(record, facts, f"records[{place}]"):
             differences[note] = None
         exact &= record["batch_invariant"] is True and facts["batch_invariant"] is True
-        exact &= str(record["device"]).partition(":")[0] == str(facts["device"]).partition(":")[0]
     plain = [record for record in records if record.get("kind") != "query"]
-    answers = _replay_requests(llm, plain) if plain else []
+    answers = _replay_requests(llm, plain, differences) if plain else []
     for place, record in enumerate(records):
         if record.get("kind") == "query":
-            answers += _replay_query(llm, record, f"records[{place}]")
+            answers += _replay_query(llm, record, f"records[{place}]", differences)
+    exact &= not any(note.partition(":")[0] in DECIDING for note in differences)
     return ReplayReport(tuple(answers), exact, tuple(differences))
 
 
@@ -143,8 +145,17 @@ def _compared(record: Mapping[str, Any], facts: Mapping[str, object], path: str)
     return [f"{name}: {record[name]}, {facts[name]}" for name in CIRCUMSTANCES if record[name] != facts[name]]
 
 
-def _replay_requests(llm: LLM, records: Sequence[Mapping[str, Any]]) -> list[Replayed]:
-    """Plain records as one graph."""
+def _compare_implementation(record: Mapping[str, Any], found: Choice, differences: dict[str, None]) -> None:
+    """Note where attention is computed by other code than the record says."""
+    then, now = record.get("implementation"), found.dag.record["implementation"]
+    if then != now:
+        differences[f"implementation: {then}, {now}"] = None
+
+
+def _replay_requests(
+    llm: LLM, records: Sequence[Mapping[str, Any]], differences: dict[str, None]
+) -> list[Replayed]:
+    """Plain records as one graph. Notes in `differences` what else computed them."""
     submission = new_request_id()
     by_state = {record["state"]: place for place, record in enumerate(records) if record.get("state")}
     by_id = {record["id"]: place for place, record in enumerate(records)}
@@ -178,10 +189,12 @@ def _replay_requests(llm: LLM, records: Sequence[Mapping[str, Any]]) -> list[Rep
     ordered = list(requests)
     events = llm.run([requests[place] for place in ordered])
     found = dict(zip(ordered, events, strict=True))
-    return [
-        _answer(record["id"], record["index"], record["output"], _choice(found[place]))
-        for place, record in enumerate(records)
-    ]
+    answers = []
+    for place, record in enumerate(records):
+        choice = _choice(found[place])
+        _compare_implementation(record, choice, differences)
+        answers.append(_answer(record["id"], record["index"], record["output"], choice))
+    return answers
 
 
 def _request(
@@ -216,7 +229,9 @@ def _request(
     )
 
 
-def _replay_query(llm: LLM, record: Mapping[str, Any], path: str) -> list[Replayed]:
+def _replay_query(
+    llm: LLM, record: Mapping[str, Any], path: str, differences: dict[str, None]
+) -> list[Replayed]:
     if record["query"] is None:
         message = "this query read answers that an earlier one left; they are not in its record"
         raise DagError("invalid_request", message, f"{path}.query")
@@ -236,10 +251,12 @@ def _replay_query(llm: LLM, record: Mapping[str, Any], path: str) -> list[Replay
     if input_digest(job, 0) != record["input_digest"]:
         message = "its messages are other tokens here: another tokenizer, or another chat template"
         raise DagError("signature_mismatch", message, f"{path}.input_digest")
-    return [
-        _answer(call["path"], 0, call["output"], _choice(found[job.places[0][call["node"]]]))
-        for call in record["calls"]
-    ]
+    answers = []
+    for call in record["calls"]:
+        choice = _choice(found[job.places[0][call["node"]]])
+        _compare_implementation(record, choice, differences)
+        answers.append(_answer(call["path"], 0, call["output"], choice))
+    return answers
 
 
 def _choice(event: FinishedEvent) -> Choice:
