@@ -42,6 +42,15 @@ def test_an_order_that_does_not_matter_is_left_in_peace(llm: LLM) -> None:
     assert all(call.control is None and not call.changes for call in report.calls)
 
 
+@pytest.mark.parametrize("seed", [5, 2**63 - 1])
+def test_calls_draw_what_the_query_run_with_the_seed_draws(llm: LLM, seed: int) -> None:
+    drawn: dict[str, Any] = {"max_tokens": 8, "temperature": 100.0}
+    calls = plus(g("a", **drawn), repeat(2, g("d", **drawn)), repeat(2, g("e", options={"seed": 7}, **drawn)))
+    report = audit(llm, calls, runs=1, seed=seed)
+    with llm.query(calls, seed=seed) as found:
+        assert [call.text for call in report.calls] == [answer.text for answer in found.answers]
+
+
 def test_a_query_without_a_free_order_has_nothing_to_permute(llm: LLM) -> None:
     report = audit(llm, g(cross("a", "b"), **GREEDY), runs=4)
     assert (report.runs, report.agreement, report.plain_agreement) == (0, 1.0, 1.0)

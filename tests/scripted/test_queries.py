@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ import pytest
 from scripted_text import PAGES, Words, text_core, text_engine
 
 from dagengine import LLM, AsyncLLM, DagError, Keep
+from dagengine.fragments import FragmentStates
 from dagengine.request import ContextRef, Request
 from dagengine.sampling import SamplingParams
 from dagengine_core_graph.query import (
@@ -332,6 +334,39 @@ def test_asyncio_gives_the_same_and_leaves_nothing_behind() -> None:
         assert set(handles) <= {"fragment", None} and len(handles) <= 5, (
             "answers that nobody was given are gone"
         )
+        await llm.close()
+
+    asyncio.run(run())
+
+
+def test_a_query_that_is_cancelled_while_fragments_are_taken_leaves_no_handle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    query = g(cross(plus("one piece", "another one"), "which?"))
+    taken, go_on = threading.Event(), threading.Event()
+    take = FragmentStates.take
+
+    def slowly(self: FragmentStates, core: Any, keys: Any) -> Any:
+        found = take(self, core, keys)
+        taken.set()
+        assert found and go_on.wait(30)
+        return found
+
+    async def run() -> None:
+        llm = AsyncLLM(core=text_core())
+        (await llm.query(query, **NATIVE)).close()
+        await settled(llm)
+        before = await asyncio.wrap_future(llm.engine.call(lambda core: core.store.stats().handles))
+        monkeypatch.setattr(FragmentStates, "take", slowly)
+        call = asyncio.ensure_future(llm.query(query, **NATIVE))
+        await asyncio.to_thread(taken.wait, 30)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        go_on.set()
+        await settled(llm)
+        after = await asyncio.wrap_future(llm.engine.call(lambda core: core.store.stats().handles))
+        assert after == before
         await llm.close()
 
     asyncio.run(run())

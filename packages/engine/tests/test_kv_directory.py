@@ -9,7 +9,9 @@ import pytest
 
 from dagengine import LLM, DagError
 from dagengine.errors import DagError as Refusal
-from dagengine_kvstore import Tier
+from dagengine_kvstore import KVStoreError, Tier
+from dagengine_kvstore.persistent import PersistentTransfer
+from dagengine_kvstore.torch_transfer import TorchTransfer
 
 HOST_GIB = 512 * 2 * 2 * 2 * 8 * 4 * 4 / 2**30
 PROMPT = list(range(1, 103))
@@ -131,3 +133,38 @@ def test_a_directory_that_is_a_file_is_refused(model_folder: Path, tmp_path: Pat
     with pytest.raises(DagError) as error:
         start(model_folder, tmp_path / "a\0b")
     assert (error.value.code, error.value.field) == ("invalid_request", "kv_directory")
+
+
+def test_a_tier_is_closed_where_the_engine_cannot_be_made(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise KVStoreError("invalid_size", "planted", field="pin_budget")
+
+    closed: list[str] = []
+    for kind in (PersistentTransfer, TorchTransfer):
+        monkeypatch.setattr(kind, "close", lambda self: closed.append(type(self).__name__))
+    for broken in ("KVStore", "Recalls", "EngineCore"):
+        with monkeypatch.context() as planted:
+            planted.setattr(f"dagengine.build.{broken}", fail)
+            with pytest.raises(DagError if broken == "KVStore" else KVStoreError) as error:
+                start(model_folder, tmp_path / broken)
+        assert (error.value.code, error.value.field) == ("invalid_size", "pin_budget")
+        assert closed == ["PersistentTransfer", "TorchTransfer"], broken
+        closed.clear()
+    with monkeypatch.context() as planted:
+        planted.setattr("dagengine.build.PersistentTransfer", fail)
+        with pytest.raises(DagError):
+            start(model_folder, tmp_path / "directory")
+    assert closed == ["TorchTransfer"]
+
+
+def test_a_fault_of_the_programs_own_is_not_blamed_on_an_option(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise TypeError("planted")
+
+    monkeypatch.setattr("dagengine.build.TorchTransfer", fail)
+    with pytest.raises(TypeError, match="planted"):
+        start(model_folder, tmp_path)

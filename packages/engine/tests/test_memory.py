@@ -167,6 +167,13 @@ def test_memory_left_is_the_least_of_the_machines_and_the_groups(tmp_path: Path)
     assert host_memory_left(meminfo, cgroup) == 4000
 
 
+def test_a_full_page_cache_leaves_the_groups_memory(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("4999\n")
+    (tmp_path / "memory.stat").write_text("anon 900\nfile 4000\ninactive_file 3500\nactive_file 500\n")
+    assert host_memory_left(tmp_path / "none", tmp_path) == 3501
+
+
 def test_an_eviction_policy_that_is_not_there_is_refused(model_folder: Path) -> None:
     with pytest.raises(DagError) as error:
         build_core(model_folder, EngineConfig(load_format="dummy", kv_pages=4, eviction="nope"))

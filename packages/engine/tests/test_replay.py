@@ -95,6 +95,23 @@ def test_a_difference_is_found_and_placed(first: LLM, model_folder: Path) -> Non
     assert again(model_folder, [short]).answers[0].first_difference == len(record["output"]["token_ids"]) - 1
 
 
+@pytest.mark.parametrize("name", ["device", "versions", "implementation"])
+@pytest.mark.parametrize("kind", ["request", "query"])
+def test_equality_is_promised_on_the_same_device_versions_and_implementation_only(
+    first: LLM, kind: str, name: str
+) -> None:
+    if kind == "query":
+        asked = first.query(g("one", max_tokens=3), keep=False)
+        record = json.loads(json.dumps(asked.record))
+    else:
+        record = json.loads(json.dumps(record_of(first.generate("one", max_tokens=3))))
+    assert replay(first, [record]).exact
+    record[name] = {"device": "cpu:1", "versions": {"dagengine": "0"}, "implementation": "other"}[name]
+    report = replay(first, [record])
+    assert not report.exact and report.equal
+    assert [note.partition(":")[0] for note in report.differences] == [name]
+
+
 def test_other_circumstances_are_told_and_another_model_is_refused(first: LLM, model_folder: Path) -> None:
     record = record_of(first.generate("one", max_tokens=3, temperature=0.0))
     report = again(model_folder, record, batch_invariant=False, page_size=8)

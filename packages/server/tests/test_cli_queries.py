@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from conftest import Server
 
+from dagengine import DagError
+from dagengine.retrievers import Corpora
 from dagengine_server.cli import main
 from dagengine_server.cli.console import CommandError
 from dagengine_server.cli.replay import read_lines
@@ -62,6 +64,70 @@ def test_explain_and_serve_read_corpora(tmp_path: Path, capsys: pytest.CaptureFi
     assert "no corpus 'farm'" in capsys.readouterr().err
     for wrong in ("farm", "=x", f"farm={tmp_path}/none.jsonl"):
         assert run("explain", str(tmp_path / "query.json"), "--corpus", wrong) == 1
+
+
+LENGTHS = {"format": "dagengine.graph/v1", "nodes": [{"id": "a", "length": 3}]}
+CASES = json.loads((Path(__file__).parent / "data" / "graph_semantics.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "field"),
+    [
+        ("cases", ["--reduce", "2"], "reduce"),
+        ("cases", ["--corpus", "a=b"], "corpus"),
+        ("cases", ["--retriever", "fts5"], "retriever"),
+        ("cases", ["--position-policy", "native"], "position_policy"),
+        ("cases", ["--model", "m"], "model"),
+        ("lengths", ["--retriever", "fts5"], "retriever"),
+        ("lengths", ["--reduce", "2"], "reduce"),
+        ("lengths", ["--page-size", "8"], "page_size"),
+        ("lengths", ["--api-key", "k"], "api_key"),
+        ("lengths", ["--url", "http://127.0.0.1:9", "--kv-pages", "8"], "kv_pages"),
+        ("lengths", ["--url", "http://127.0.0.1:9", "--model", "m"], "model"),
+        ("query", ["--position-policy", "native"], "position_policy"),
+        ("query", ["--dtype", "float32"], "dtype"),
+        ("query", ["--url", "http://127.0.0.1:9"], "url"),
+        ("query", ["--api-key", "k"], "api_key"),
+    ],
+)
+def test_explain_refuses_an_option_that_its_document_has_no_use_for(
+    kind: str, given: list[str], field: str, query: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = query
+    if kind != "query":
+        path = tmp_path / "document.json"
+        path.write_text(json.dumps(CASES if kind == "cases" else LENGTHS))
+    assert run("explain", str(path)) == 0
+    capsys.readouterr()
+    assert run("explain", str(path), *given) == 1
+    assert f"{field.replace('_', '-')}: " in capsys.readouterr().err.replace("_", "-")
+
+
+def test_explain_takes_the_environments_settings_as_defaults(
+    query: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DAGENGINE_POSITION_POLICY", "native")
+    assert run("explain", str(query)) == 0
+
+
+@pytest.mark.parametrize("command", ["explain", "audit", "serve"])
+def test_corpora_are_closed_also_when_a_command_fails(
+    command: str, query: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise DagError("capacity", "planted")
+
+    closed: list[Corpora] = []
+    monkeypatch.setattr(Corpora, "close", lambda corpora: closed.append(corpora))
+    monkeypatch.setattr("dagengine_core_graph.query.explain", fail)
+    monkeypatch.setattr("dagengine.audit.audit", fail)
+    monkeypatch.setattr("dagengine.build.build_core", fail)
+    (tmp_path / "corpus.jsonl").write_text('{"text": "Cows give milk."}\n')
+    given = [str(model_folder) if command == "serve" else str(query)]
+    if command == "audit":
+        given += ["--model", str(model_folder)]
+    assert run(command, *given, "--corpus", f"farm={tmp_path}/corpus.jsonl") == 1
+    assert [list(corpora.corpora) for corpora in closed] == [["farm"]]
 
 
 def test_what_is_no_query_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

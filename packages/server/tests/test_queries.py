@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
 from conftest import MODEL, Server, wait_until
+from sockets import RawClient
 
 from dagengine import DagError
+from dagengine.request import Event
 from dagengine_core_graph.query import assistant, cross, load_query, monad, plus, system
 from dagengine_core_graph.query import g as g_of
 from dagengine_server.client import Client
+from dagengine_server.submission import Submission
 
 PLAIN = {"Content-Type": "text/plain"}
 
@@ -223,6 +227,9 @@ def test_what_is_no_query_is_refused(server: Server) -> None:
     assert execute(server, g(RAG), "maybe").status_code == 400
     assert execute(server, g(RAG, "other")).json()["error"]["code"] == "model_not_found"
     assert execute(server, g(RAG), position="sideways").status_code in (400, 422)
+    for name in ("position", "backend"):
+        empty = execute(server, g(RAG), **{name: ""})
+        assert (empty.status_code, empty.json()["error"]["param"]) == (400, name)
     long = execute(server, g(RAG, max_tokens=10**6)).json()["error"]
     assert (long["code"], long["param"]) == ("position_overflow", "g.max_tokens")
 
@@ -240,6 +247,42 @@ def test_a_client_that_leaves_cancels_its_query(server: Server) -> None:
     with server.http.stream("POST", "/v1/query/execute?stream=true", json=query) as answer:
         next(answer.iter_lines())
     wait_until(lambda: not server.engine.call(lambda core: core.has_work).result())
+
+
+def test_a_client_that_leaves_while_fragments_are_handed_over_leaks_none(
+    start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start()
+    reached, go_on = threading.Event(), threading.Event()
+    delivered = Submission.delivered
+
+    def stopping(self: Submission, request_id: str | None = None) -> None:
+        delivered(self, request_id)
+        server.engine.post(lambda core: go_on.wait(30))
+        reached.set()
+
+    monkeypatch.setattr(Submission, "delivered", stopping)
+    client = RawClient(server.port)
+    client.send("/v1/query/execute", {"format": "dagengine.query/v1", "query": g(RAG)})
+    assert reached.wait(30)
+    client.leave()
+    wait_until(lambda: not server.app.state.service.open_requests)
+    go_on.set()
+    wait_until(lambda: not server.engine.call(lambda core: core.has_work).result())
+    handles = server.engine.call(lambda core: core.store.stats().handles).result()
+    assert handles == len(server.app.state.service.fragments) > 0
+    server.release_all()
+    server.settle()
+
+
+def test_a_stream_that_ends_early_ends_with_an_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(self: Submission, silence_s: float) -> AsyncGenerator[list[Event], None]:
+        for batch in ():
+            yield batch
+
+    monkeypatch.setattr(Submission, "batches", nothing)
+    answer = execute(server, g(RAG), "true")
+    assert '"code":"internal"' in answer.text.replace(" ", "") and "[DONE]" not in answer.text
 
 
 def test_the_client_class_asks_the_same(server: Server) -> None:

@@ -23,7 +23,7 @@ from .queries import EncodedQuery, QueryOptions, encode_lowered
 from .query_results import outcome_of
 from .query_run import run_queries
 from .request import Choice, Request
-from .sampling import MAX_SEED, SamplingParams
+from .sampling import SamplingParams, seed_after
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -192,13 +192,12 @@ def _permutations(query: Query, runs: int, seed: int) -> list[tuple[Query, dict[
 
 
 def _seeds(query: EncodedQuery, seed: int) -> dict[str, int]:
-    """A seed for each call, by its path."""
+    """The seed of each call, by its path: the one that the query run with `seed` gives it."""
     seeds = {}
-    for place, node in enumerate(query.lowered.nodes):
+    for node in query.lowered.nodes:
         if node.generate is not None:
             named = node.generate.options.get("seed")
-            whole = named + node.sample if isinstance(named, int) else seed + place
-            seeds[node.path] = whole if whole <= MAX_SEED else whole - MAX_SEED
+            seeds[node.path] = seed_after(named if isinstance(named, int) else seed, node.sample)
     return seeds
 
 

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from dagengine_kernels import get_backend
 from dagengine_kvstore import KVStore, KVStoreError, Transfer
 from dagengine_kvstore.directory import PageDirectory
+from dagengine_kvstore.eviction import eviction_policy
 from dagengine_kvstore.persistent import PersistentTransfer
 from dagengine_kvstore.recall import Recalls
 from dagengine_kvstore.torch_arena import TorchArena
@@ -235,6 +237,11 @@ def assemble(
         position_policies.get(config.position_policy)
     except Exception as error:
         raise as_dag_error(error, "position_policy") from None
+    try:
+        eviction = eviction_policy(config.eviction)
+    except Exception as error:
+        found = as_dag_error(error)
+        raise DagError(found.code, found.message, "eviction") from None
     memory = None
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -269,63 +276,62 @@ def assemble(
         if transfer is not None:
             made = transfer(arena)
         else:
-            made = inner = _host_transfer(arena, num_host, device)
-            closing = (inner.close,)
-            if config.kv_directory is not None:
-                made = persistent = _persistent(inner, arena, config)
-                closing = persistent.close, inner.close
+            made, closing = _own_transfer(arena, num_host, device, config)
         tier = HostTier(made, costs or measured, size, clock, closing)
-    try:
+    with ExitStack() as unfinished:
+        if tier is not None:
+            unfinished.callback(tier.close)
         # KV that was computed at other positions gives the same attention in other bits.
-        store = KVStore(
-            pages,
-            config.page_size,
-            clock=clock,
-            eviction=config.eviction,
-            reuse_across_positions=not config.batch_invariant,
-            transfer="none" if tier is None else tier.transfer,
-            costs=None if tier is None else tier.costs,
-            next_use=upcoming,
-        )
-    except Exception as error:
-        found = as_dag_error(error)
-        raise DagError(found.code, found.message, "eviction") from None
-    if tier is not None and isinstance(tier.transfer, PersistentTransfer):
-        tier.recalls = Recalls(store, tier.transfer)
-    log.info(
-        "model %s, %s on %s, %d KV pages of %d tokens, at most %d positions, %d threads",
-        geometry.architecture, dtype, device, pages, config.page_size, max_model_len, torch.get_num_threads(),
-    )  # fmt: skip
-    core = EngineCore(
-        replace(
-            config,
-            device=str(device),
-            dtype=str(dtype).removeprefix("torch."),
-            kv_pages=pages,
-            kv_memory_gib=None,
-            gpu_memory_utilization=None,
-            max_model_len=max_model_len,
-        ),
-        store,
-        make_runner(
-            model,
+        try:
+            store = KVStore(
+                pages,
+                config.page_size,
+                clock=clock,
+                eviction=eviction,
+                reuse_across_positions=not config.batch_invariant,
+                transfer="none" if tier is None else tier.transfer,
+                costs=None if tier is None else tier.costs,
+                next_use=upcoming,
+            )
+        except KVStoreError as error:
+            raise as_dag_error(error) from None
+        if tier is not None and isinstance(tier.transfer, PersistentTransfer):
+            tier.recalls = Recalls(store, tier.transfer)
+        log.info(
+            "model %s, %s on %s, %d KV pages of %d tokens, at most %d positions, %d threads",
+            geometry.architecture, dtype, device, pages, config.page_size, max_model_len, torch.get_num_threads(),
+        )  # fmt: skip
+        core = EngineCore(
+            replace(
+                config,
+                device=str(device),
+                dtype=str(dtype).removeprefix("torch."),
+                kv_pages=pages,
+                kv_memory_gib=None,
+                gpu_memory_utilization=None,
+                max_model_len=max_model_len,
+            ),
+            store,
+            make_runner(
+                model,
+                geometry,
+                arena,
+                max_positions=max_model_len,
+                device=device,
+                max_num_seqs=config.max_num_seqs,
+                enforce_eager=config.enforce_eager,
+            ),
             geometry,
-            arena,
-            max_positions=max_model_len,
-            device=device,
-            max_num_seqs=config.max_num_seqs,
-            enforce_eager=config.enforce_eager,
-        ),
-        geometry,
-        adapter or adapter_for(geometry),
-        signature(geometry, identity, dtype, max_model_len),
-        max_model_len=max_model_len,
-        eos_token_ids=eos_token_ids,
-        tokenizer=tokenizer,
-        observer=observer,
-        host_tier=tier,
-        upcoming=upcoming,
-    )
+            adapter or adapter_for(geometry),
+            signature(geometry, identity, dtype, max_model_len),
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            tokenizer=tokenizer,
+            observer=observer,
+            host_tier=tier,
+            upcoming=upcoming,
+        )
+        unfinished.pop_all()
     log.info(
         "attention backend %s (%s): %s",
         core.default_backend, core.attention.implementation, core.attention.reason,
@@ -333,14 +339,31 @@ def assemble(
     return core
 
 
+def _own_transfer(
+    arena: TorchArena, num_host: int, device: torch.device, config: EngineConfig
+) -> tuple[Transfer, tuple[Callable[[], None], ...]]:
+    """What `cpu_kv_gib` and `kv_directory` ask for, and what closes it, in order. Raises DagError."""
+    inner = _host_transfer(arena, num_host, device)
+    if config.kv_directory is None:
+        return inner, (inner.close,)
+    with ExitStack() as unfinished:
+        unfinished.callback(inner.close)
+        persistent = _persistent(inner, arena, config)
+        unfinished.pop_all()
+    return persistent, (persistent.close, inner.close)
+
+
 def _host_transfer(arena: TorchArena, num_pages: int, device: torch.device) -> TorchTransfer:
     """The transfer of `cpu_kv_gib`, its memory pinned if the device is a GPU. Raises DagError."""
     begin = time.perf_counter()
     try:
-        transfer = TorchTransfer(arena, num_pages)
-        if device.type == "cuda":
-            transfer.host.prepare(num_pages)
-    except Exception as error:
+        with ExitStack() as unfinished:
+            transfer = TorchTransfer(arena, num_pages)
+            unfinished.callback(transfer.close)
+            if device.type == "cuda":
+                transfer.host.prepare(num_pages)
+            unfinished.pop_all()
+    except (KVStoreError, MemoryError, OSError, RuntimeError) as error:
         found = as_dag_error(error)
         code = "unsupported" if found.code == "device_error" else "capacity"
         message = (

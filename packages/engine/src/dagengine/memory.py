@@ -115,7 +115,10 @@ def num_host_pages(geometry: ModelGeometry, config: EngineConfig, dtype: torch.d
 def host_memory_left(
     meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Bytes of memory that this process may still take, by Linux' own account; None where there is none."""
+    """Bytes of memory that this process may still take, by Linux' own account; None where there is none.
+
+    Page cache that is not in use counts as left, of the machine as of the group.
+    """
     left: list[int] = []
     try:
         found = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
@@ -125,10 +128,20 @@ def host_memory_left(
     try:
         most = (cgroup / "memory.max").read_text().strip()
         if most != "max":
-            left.append(int(most) - int((cgroup / "memory.current").read_text()))
+            taken = int((cgroup / "memory.current").read_text())
+            left.append(int(most) - taken + _inactive_file(cgroup / "memory.stat"))
     except (OSError, ValueError):
         pass
     return max(0, min(left)) if left else None
+
+
+def _inactive_file(stat: Path) -> int:
+    """Bytes of a group's page cache that the kernel takes back first; 0 where there is no account of them."""
+    try:
+        found = dict(line.split() for line in stat.read_text().splitlines())
+        return int(found["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def gib_of(num_bytes: int) -> str:

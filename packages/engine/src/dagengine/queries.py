@@ -29,7 +29,7 @@ from .held import HeldInput, HeldParams
 from .inputs import new_request_id
 from .prompt_cache import PromptCache
 from .request import ContextRef, FinishedEvent, Keep, Request, SpanName, check_parent
-from .sampling import MAX_SEED, SamplingParams
+from .sampling import SamplingParams, seed_after
 from .state import State
 from .tokenizer import ChatPrompt
 
@@ -366,7 +366,7 @@ class _Builder:
                 options["seed"] = seed
             elif named is not None:
                 SamplingParams.from_mapping({"seed": named})
-                options["seed"] = _wrapped(int(named) + node.sample)  # type: ignore[arg-type]
+                options["seed"] = seed_after(int(named), node.sample)  # type: ignore[arg-type]
             return SamplingParams.from_mapping(options)
         except DagError as error:
             raise _at_option(node, error) from None
@@ -445,7 +445,3 @@ def _fragments(
 def _held(node: QueryNode) -> State | None:
     """The state of a call that was answered before."""
     return node.generate.state if isinstance(node.generate, HeldParams) else None
-
-
-def _wrapped(seed: int) -> int:
-    return seed if seed <= MAX_SEED else seed - 2 * MAX_SEED - 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,21 @@ class Taken:
 def taking(fragments: FragmentStates, keys: Sequence[FragmentKey]) -> Callable[[EngineCore], Taken]:
     """What takes handles on fragments, on the engine's thread."""
     return lambda core: Taken(fragments.take(core, keys), core.facts)
+
+
+async def take(engine: EngineThread, fragments: FragmentStates, keys: Sequence[FragmentKey]) -> Taken:
+    """Handles on those of the fragments that are kept. Cancelled, it leaves none behind."""
+    future = engine.call(taking(fragments, keys))
+
+    def release(done: Future[Taken]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            done.result().release(engine)
+
+    try:
+        return await asyncio.wrap_future(future)
+    except BaseException:
+        future.add_done_callback(release)
+        raise
 
 
 def run_queries(
@@ -108,8 +124,7 @@ async def stream_query(
 ) -> AsyncGenerator[tuple[int, str] | QueryResult, None]:
     """New texts as (answer, text), then the result; leaving early cancels what has not finished."""
     engine = llm.engine
-    keys = fragment_keys([query], options)
-    taken = await asyncio.wrap_future(engine.call(taking(llm.fragments, keys)))
+    taken = await take(engine, llm.fragments, fragment_keys([query], options))
     found: dict[str, FinishedEvent] = {}
     ended = False
     try:

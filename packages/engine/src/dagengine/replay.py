@@ -20,13 +20,14 @@ from .query_results import input_digest
 from .query_run import run_queries
 from .records import FORMAT
 from .request import Choice, ContextRef, FinishedEvent, Request
-from .sampling import MAX_SEED, SamplingParams
+from .sampling import SamplingParams, seed_after
 from .sequence import SEED_STRIDE
 
 if TYPE_CHECKING:
     from .llm import LLM
 
 CIRCUMSTANCES = ("batch_invariant", "device", "page_size", "versions")
+DECIDING = ("device", "versions", "implementation")
 
 # What replaying reads of a record, and the types of its JSON there; `inputs` may be absent.
 INTEGER, TEXT, OBJECT, LIST, NULL = "an integer", "a text", "an object", "a list", "null"
@@ -78,7 +79,8 @@ class Replayed:
 @dataclass(frozen=True)
 class ReplayReport:
     """Attributes:
-    exact: whether equality was promised: both runs in batch-invariant mode, on the same kind of device.
+    exact: whether equality was promised: both runs in batch-invariant mode, on the same device, with the same versions
+        and the same implementation of attention.
     differences: circumstances that are not those of the records, as "name: then, now".
     """
 
@@ -118,12 +120,12 @@ def replay(llm: LLM, records: Sequence[Mapping[str, Any]]) -> ReplayReport:
         for note in _compared(record, facts, f"records[{place}]"):
             differences[note] = None
         exact &= record["batch_invariant"] is True and facts["batch_invariant"] is True
-        exact &= str(record["device"]).partition(":")[0] == str(facts["device"]).partition(":")[0]
     plain = [record for record in records if record.get("kind") != "query"]
-    answers = _replay_requests(llm, plain) if plain else []
+    answers = _replay_requests(llm, plain, differences) if plain else []
     for place, record in enumerate(records):
         if record.get("kind") == "query":
-            answers += _replay_query(llm, record, f"records[{place}]")
+            answers += _replay_query(llm, record, f"records[{place}]", differences)
+    exact &= not any(note.partition(":")[0] in DECIDING for note in differences)
     return ReplayReport(tuple(answers), exact, tuple(differences))
 
 
@@ -201,8 +203,17 @@ def _compared(record: Mapping[str, Any], facts: Mapping[str, object], path: str)
     return [f"{name}: {record[name]}, {facts[name]}" for name in CIRCUMSTANCES if record[name] != facts[name]]
 
 
-def _replay_requests(llm: LLM, records: Sequence[Mapping[str, Any]]) -> list[Replayed]:
-    """Plain records as one graph."""
+def _compare_implementation(record: Mapping[str, Any], found: Choice, differences: dict[str, None]) -> None:
+    """Note where attention is computed by other code than the record says."""
+    then, now = record.get("implementation"), found.dag.record["implementation"]
+    if then != now:
+        differences[f"implementation: {then}, {now}"] = None
+
+
+def _replay_requests(
+    llm: LLM, records: Sequence[Mapping[str, Any]], differences: dict[str, None]
+) -> list[Replayed]:
+    """Plain records as one graph. Notes in `differences` what else computed them."""
     submission = new_request_id()
     by_state = {record["state"]: place for place, record in enumerate(records) if record.get("state")}
     by_id = {record["id"]: place for place, record in enumerate(records)}
@@ -236,10 +247,12 @@ def _replay_requests(llm: LLM, records: Sequence[Mapping[str, Any]]) -> list[Rep
     ordered = list(requests)
     events = llm.run([requests[place] for place in ordered])
     found = dict(zip(ordered, events, strict=True))
-    return [
-        _answer(record["id"], record["index"], record["output"], _choice(found[place]))
-        for place, record in enumerate(records)
-    ]
+    answers = []
+    for place, record in enumerate(records):
+        choice = _choice(found[place])
+        _compare_implementation(record, choice, differences)
+        answers.append(_answer(record["id"], record["index"], record["output"], choice))
+    return answers
 
 
 def _request(
@@ -249,7 +262,7 @@ def _request(
     if inputs["sampling"] is not None:
         options = {name: value for name, value in inputs["sampling"].items() if name != "n"}
         if record["seed"] is not None:
-            options["seed"] = _signed(record["seed"] + record["index"] * SEED_STRIDE)
+            options["seed"] = seed_after(record["seed"], record["index"] * SEED_STRIDE)
         sampling = SamplingParams.from_mapping(options)
     context = tuple(
         ContextRef(
@@ -274,7 +287,9 @@ def _request(
     )
 
 
-def _replay_query(llm: LLM, record: Mapping[str, Any], path: str) -> list[Replayed]:
+def _replay_query(
+    llm: LLM, record: Mapping[str, Any], path: str, differences: dict[str, None]
+) -> list[Replayed]:
     if record["query"] is None:
         message = "this query read answers that an earlier one left; they are not in its record"
         raise DagError("invalid_request", message, f"{path}.query")
@@ -298,10 +313,12 @@ def _replay_query(llm: LLM, record: Mapping[str, Any], path: str) -> list[Replay
         if call["node"] not in job.places[0]:
             message = f"the query has no node {shown(call['node'])}"
             raise DagError("invalid_request", message, f"{path}.calls[{index}].node")
-    return [
-        _answer(call["path"], 0, call["output"], _choice(found[job.places[0][call["node"]]]))
-        for call in record["calls"]
-    ]
+    answers = []
+    for call in record["calls"]:
+        choice = _choice(found[job.places[0][call["node"]]])
+        _compare_implementation(record, choice, differences)
+        answers.append(_answer(call["path"], 0, call["output"], choice))
+    return answers
 
 
 def _choice(event: FinishedEvent) -> Choice:
@@ -320,8 +337,3 @@ def _answer(name: str, index: int, expected: Mapping[str, Any], found: Choice) -
         expected["finish_reason"],
         output["finish_reason"],
     )
-
-
-def _signed(seed: int) -> int:
-    """The seed as a signed 64-bit integer: the same to the random numbers, which take it modulo 2^64."""
-    return (seed + MAX_SEED + 1) % (2 * MAX_SEED + 2) - MAX_SEED - 1

@@ -120,6 +120,11 @@ class SamplingParams:
             raise DagError(error.code, error.message, _join(path, error.field or "")) from None
 
 
+def seed_after(seed: int, count: int) -> int:
+    """The seed `count` after `seed`, as a signed 64-bit integer; the random numbers take it modulo 2^64."""
+    return (seed + count + MAX_SEED + 1) % (2 * MAX_SEED + 2) - MAX_SEED - 1
+
+
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name else path or name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,13 +52,15 @@ def audit(
     query = read_query(file)
     folder = options.require_model(model)
     chosen = choose_threads(threads)
-    corpora = corpora_of(corpus, retriever)
 
     from dagengine import LLM
     from dagengine.audit import audit as run_audit
 
     engine = {**options.engine_options(context), "seed": seed}
-    with LLM(folder, position=position_policy, threads=chosen.count, **engine) as llm:
+    with (
+        closing(corpora_of(corpus, retriever)) as corpora,
+        LLM(folder, position=position_policy, threads=chosen.count, **engine) as llm,
+    ):
         report = run_audit(
             llm,
             query,

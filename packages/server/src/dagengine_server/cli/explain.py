@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,10 @@ from .queries import Corpus, RetrieverName, corpora_of, is_query
 if TYPE_CHECKING:
     from dagengine.retrievers import Corpora
     from dagengine_core_graph.query import Query
+
+QUERY_ONLY = ("reduce", "corpus", "retriever")
+SERVER_ONLY = ("url", "api_key")
+MODEL_ONLY = ("position_policy", *options.ENGINE_FIELDS)
 
 app = new_app("Show what the nodes of a graph see, where, and at what cost; no model runs.")
 
@@ -61,21 +66,32 @@ def explain(
     """Show what the nodes of a graph see, where, and at what cost; no model runs."""
     document = read_json(file)
     if isinstance(document, list):
+        _refuse(
+            context, (*QUERY_ONLY, *SERVER_ONLY, *MODEL_ONLY, "model"), "cases are explained by lengths alone"
+        )
         cases = explain_cases(load_cases(document))
         print_json(cases, indent=None) if as_json else _print_cases(cases)
         return
     if is_query(document):
-        if url is not None:
-            raise CommandError("queries are explained here, not by a server", "url")
+        _refuse(context, SERVER_ONLY, "queries are explained here, not by a server")
+        if model is None:
+            _refuse(
+                context,
+                MODEL_ONLY,
+                "without a model a query is laid out linearly, in no engine; name a model",
+            )
         engine = options.engine_options(context)
-        _explain_query(
-            document, model, position_policy, engine, reduce, corpora_of(corpus, retriever), as_json
-        )
+        with closing(corpora_of(corpus, retriever)) as corpora:
+            _explain_query(document, model, position_policy, engine, reduce, corpora, as_json)
         return
-    if reduce is not None or corpus:
-        raise CommandError("this is said of span queries only", "corpus" if corpus else "reduce")
+    _refuse(context, QUERY_ONLY, "this is said of span queries only")
+    if url is not None:
+        _refuse(context, (*MODEL_ONLY, "model"), "a server that is asked has its own")
+    else:
+        _refuse(context, SERVER_ONLY, "no server is asked; name its URL")
     graph = load_graph(document)
     if model is None and url is None and all(node.input is None for node in graph.nodes):
+        _refuse(context, MODEL_ONLY, "lengths are explained without an engine; name a model")
         cases = [explain_lengths(graph, file.stem)]
         print_json(cases, indent=None) if as_json else _print_cases(cases)
         return
@@ -89,6 +105,16 @@ def explain(
     else:
         raise CommandError("a document with inputs needs a model, or the URL of a server", "model")
     print_json(found) if as_json else _print_document(found["nodes"])
+
+
+def _refuse(context: typer.Context, names: tuple[str, ...], why: str) -> None:
+    """Raises CommandError naming the first of the options that the command line gives.
+
+    The environment and a configuration are shared with other documents: what they say beyond need is a default.
+    """
+    for option in options.resolved(context):
+        if option.name in names and option.source == "command line":
+            raise CommandError(why, option.name)
 
 
 def explain_cases(cases: tuple[Case, ...]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import logging.config
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -120,7 +121,6 @@ def serve(
         max_fragments=max_fragments,
         fragment_ttl_s=fragment_ttl,
     )
-    corpora = corpora_of(corpus, retriever)
     engine_config = EngineConfig(
         position_policy=position_policy,
         seed=seed,
@@ -128,22 +128,23 @@ def serve(
         threads=chosen.count,
         **options.engine_options(context),
     )
-    template = read_text(chat_template) if chat_template is not None else None
-    core = build_core(folder, engine_config, chat_template=template)
-    # What was loaded lives as long as the process: full collections would walk all of it, for 100 ms each.
-    gc.collect()
-    gc.freeze()
-    log.info("position policy %s", position_policy)
-    engine = EngineThread(core)
-    try:
-        status = run(
-            create_app(engine, settings, retriever=corpora),
-            host=host,
-            port=port,
-            shutdown_timeout_s=shutdown_timeout,
-            log_level=log_level,
-            log_config=logging_config,
-        )
-    finally:
-        engine.close(wait_s=HANGING_ENGINE_S)
+    with closing(corpora_of(corpus, retriever)) as corpora:
+        template = read_text(chat_template) if chat_template is not None else None
+        core = build_core(folder, engine_config, chat_template=template)
+        # What was loaded lives as long as the process: full collections would walk all of it, for 100 ms each.
+        gc.collect()
+        gc.freeze()
+        log.info("position policy %s", position_policy)
+        engine = EngineThread(core)
+        try:
+            status = run(
+                create_app(engine, settings, retriever=corpora),
+                host=host,
+                port=port,
+                shutdown_timeout_s=shutdown_timeout,
+                log_level=log_level,
+                log_config=logging_config,
+            )
+        finally:
+            engine.close(wait_s=HANGING_ENGINE_S)
     raise typer.Exit(status)

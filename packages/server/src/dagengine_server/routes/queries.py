@@ -24,7 +24,7 @@ from dagengine.queries import (
     query_job,
 )
 from dagengine.query_results import Outcome, outcome_of
-from dagengine.query_run import Taken, taking
+from dagengine.query_run import Taken, take
 from dagengine.request import Choice, Event, FinishedEvent, TokenEvent
 from dagengine_core_graph.query import GenerateParams, Map, dump_query, load_query
 from dagengine_core_graph.query import Query as SpanQuery
@@ -43,8 +43,8 @@ SPNL_PREFIX = "spnl/"
 CACHE_SALT = Query(
     None, min_length=1, max_length=256, description="States and reuse are shared only within one salt."
 )
-POSITION = Query(None, max_length=64, description="The position policy of every node.")
-BACKEND = Query(None, max_length=64, description="The attention backend of every node.")
+POSITION = Query(None, min_length=1, max_length=64, description="The position policy of every node.")
+BACKEND = Query(None, min_length=1, max_length=64, description="The attention backend of every node.")
 REDUCE = Query(
     None, ge=2, description="Reduce judges declared closed to groups of so many candidates; not exact."
 )
@@ -63,10 +63,6 @@ class Job:
     query: QueryJob
     taken: Taken
     texts: bool
-
-    @property
-    def num_answers(self) -> int:
-        return len(self.query.queries[0].answers)
 
 
 @router.post("/execute", openapi_extra={"x-body": "SpanQuery"})
@@ -142,7 +138,7 @@ async def _encoded(
     service, value = service_of(request), await read_query_json(request)
     tenant = tenant_of(request)
     options = QueryOptions(
-        position=position or service.model.default_policy,
+        position=service.model.default_policy if position is None else position,
         backend=backend,
         salt=tenant.salt(cache_salt),
         keep=keep,
@@ -184,7 +180,7 @@ async def _job(
 ) -> Job:
     """The engine requests, with handles on the fragments that are kept. Raises DagError."""
     service = service_of(request)
-    taken = await service.call(taking(service.fragments, fragment_keys([encoded], options)))
+    taken = await take(service.engine, service.fragments, fragment_keys([encoded], options))
     try:
         query = query_job([encoded], options, taken.states, prepare_only=prepare_only)
     except BaseException:
@@ -208,7 +204,7 @@ async def _start(service: Service, job: Job, submission: Submission) -> None:
 async def _finished(service: Service, job: Job, submission: Submission) -> dict[str, FinishedEvent]:
     """Terminal events by request id; fragments among them are kept."""
     found = {event.request_id: event for event in await submission.results()}
-    await _keep(service, job, submission, list(found.values()))
+    _keep(service, job, submission, list(found.values()))
     return found
 
 
@@ -217,15 +213,15 @@ async def _outcome(service: Service, job: Job, submission: Submission) -> Outcom
     return outcome_of(job.query, 0, found, job.taken.facts)
 
 
-async def _keep(service: Service, job: Job, submission: Submission, events: list[FinishedEvent]) -> None:
-    """Hand states of fragments over to those that keep them."""
+def _keep(service: Service, job: Job, submission: Submission, events: list[FinishedEvent]) -> None:
+    """Hand states of fragments over to those that keep them. Waits for nothing: it cannot be cancelled half done."""
     states = job.query.states(events)
     if not states:
         return
+    service.engine.post(lambda core: service.fragments.keep(core, states))
     for event in events:
         if event.request_id in job.query.fragments:
             submission.delivered(event.request_id)
-    await service.call(lambda core: service.fragments.keep(core, states))
 
 
 def _answer(job: Job, outcome: Outcome) -> dict[str, Any]:
@@ -284,15 +280,15 @@ async def _events(service: Service, job: Job, submission: Submission) -> AsyncGe
                 assert failed.error is not None
                 yield error_event(envelope(job.query.locate(failed.request_id, failed.error)))
                 return
-            await _keep(service, job, submission, ended)
+            _keep(service, job, submission, ended)
             for event in batch:
                 sent += _chunk(job, event)
             found.update((event.request_id, event) for event in ended)
             if sent:
                 yield sent
-    health = service.health()
-    if health is not None and len(found) < len(job.query.requests):
-        yield error_event(envelope(health))
+    if len(found) < len(job.query.requests):
+        error = service.health() or DagError("internal", "the answer ended before every part of it had")
+        yield error_event(envelope(error))
         return
     outcome = outcome_of(job.query, 0, found, job.taken.facts)
     chunks: list[dict[str, Any]] = [
