@@ -128,4 +128,6 @@ def _print(report: ReplayReport) -> None:
     for note in report.differences:
         print(f"then and now: {note}")
     if not report.exact:
-        print("equality is promised in batch-invariant mode only")
+        print(
+            "equality is promised in batch-invariant mode, on the same device, versions and implementation only"
+        )
