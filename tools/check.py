@@ -22,7 +22,8 @@ from environment import CACHE, ROOT, python, say
 PACKAGES = ("core-graph", "kvstore", "positions", "kernels", "engine", "server")
 REPORTS = CACHE / "reports"
 TWO_CORES = ("--numprocesses=2", "--dist=loadfile")
-PARALLEL = {"kernels": ("--numprocesses=2", "--dist=worksteal"), "engine": TWO_CORES}
+SHARED_OUT = ("--numprocesses=2", "--dist=worksteal")
+PARALLEL = {"kvstore": SHARED_OUT, "kernels": SHARED_OUT, "engine": TWO_CORES}
 PYTEST_OPTIONS = ("-q", "--durations=5", "--timeout=600")
 
 

@@ -55,6 +55,10 @@ class Wheel:
     extras: tuple[str, ...]
 
 
+LONGEST = ("server", "engine", "kernels", "kvstore")
+"""Packages whose tests take longest; they begin first, so that none of them is alone at the end."""
+
+
 def build(folders: Sequence[Path]) -> dict[str, Wheel]:
     """Builds the packages' wheels; returns them by package folder name."""
     shutil.rmtree(WHEELS, ignore_errors=True)
@@ -195,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     by_name = {wheel.name: wheel for wheel in wheels.values()}
     chosen = [folder for folder in folders if not options.package or folder.name in options.package]
+    chosen.sort(key=lambda folder: LONGEST.index(folder.name) if folder.name in LONGEST else len(LONGEST))
     print(
         f"installing alone and testing, {options.jobs} at a time: {', '.join(one.name for one in chosen)}",
         flush=True,
