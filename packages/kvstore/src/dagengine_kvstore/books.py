@@ -16,7 +16,7 @@ from dagengine_kvstore.host_pages import HostPool
 from dagengine_kvstore.nodes import NodeRecord, NodeStatus
 from dagengine_kvstore.pages import PagePool
 from dagengine_kvstore.pins import pinned_nodes
-from dagengine_kvstore.residency import CopyTable, clean_copy, copy_of
+from dagengine_kvstore.residency import CopyTable, clean_copy, copy_of, node_tier
 from dagengine_kvstore.reuse import ContentTable
 from dagengine_kvstore.states import Handle, HandleTable
 from dagengine_kvstore.tiers import Tier
@@ -75,6 +75,10 @@ class Books:
     def now(self) -> float:
         """Seconds of the store's clock."""
         return self._clock()
+
+    def tier(self, node: NodeRecord) -> Tier:
+        """Where the least available of a sealed node's held pages is. NOWHERE if nothing holds it."""
+        return node_tier(node, self.holds.covered_pages(node)) if node.held else Tier.NOWHERE
 
     def next_use(self) -> int:
         """The time of a use: a count, so that eviction does not depend on the clock."""

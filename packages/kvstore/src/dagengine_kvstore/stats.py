@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from dagengine_kvstore.residency import copy_of
 from dagengine_kvstore.tiers import Tier
+
+if TYPE_CHECKING:
+    from dagengine_kvstore.books import Books
+    from dagengine_kvstore.states import Handle
+    from dagengine_kvstore.transfers import Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +85,80 @@ class StateInfo:
     salt: str
     signature: tuple[tuple[str, str], ...]
     spans: tuple[tuple[str, tuple[int, int]], ...]
+
+
+def store_stats(books: Books, transfers: Transfers) -> StoreStats:
+    """Everything counted now."""
+    pool, counts = books.pool, transfers.counts
+    nodes = books.nodes()
+    owners = Counter(page for node in nodes for page in node.pages if page is not None)
+    for writer in (*books.writers.values(), *books.restores.values()):
+        owners.update(writer.pages)
+    tiers = Counter(books.tier(node) for node in nodes if node.sealed and node.held)
+    return StoreStats(
+        pages_total=pool.num_pages,
+        pages_free=pool.num_free,
+        pages_cached=pool.num_cached,
+        pages_live=pool.num_live,
+        pages_waiting=pool.num_waiting,
+        pages_moving=pool.num_moving,
+        pages_shared=sum(count > 1 for count in owners.values()),
+        open_fences=pool.num_fences,
+        writers=len(books.writers),
+        restores=len(books.restores),
+        leases=len(books.leases),
+        handles=len(books.handles),
+        states=tiers.total(),
+        states_resident=tiers[Tier.DEVICE] + tiers[Tier.STORING],
+        states_on_host=tiers[Tier.HOST] + tiers[Tier.LOADING],
+        tokens_written=books.tokens_written,
+        tokens_reused=books.tokens_reused,
+        tokens_recalled=books.tokens_recalled,
+        evictions=books.evictions,
+        host_total=books.host.num_pages,
+        host_free=books.host.num_free,
+        host_live=books.host.num_live,
+        host_moving=books.host.num_moving,
+        host_evictions=books.host_evictions,
+        tickets_in_flight=transfers.tickets.num_in_flight,
+        tickets_lost=transfers.tickets.num_lost,
+        pages_stored=counts["pages_store"],
+        pages_loaded=counts["pages_load"],
+        stores=counts["store"],
+        loads=counts["load"],
+        stores_failed=counts["store_failed"],
+        loads_failed=counts["load_failed"],
+        stores_lost=counts["store_lost"],
+        loads_lost=counts["load_lost"],
+        completions_late=counts["completion_late"],
+        completions_duplicate=counts["completion_duplicate"],
+        completions_unknown=counts["completion_unknown"],
+    )
+
+
+def state_info(books: Books, handle: Handle, now: float) -> StateInfo:
+    """What a handle names.
+
+    Args:
+        now: seconds of the store's clock.
+    """
+    node = handle.node
+    span = books.holds.page_range(0, handle.at)
+    return StateInfo(
+        id=handle.id,
+        name=handle.name,
+        node=node.uid,
+        at=handle.at,
+        own_start=node.own_start,
+        context_tokens=sum(read.stop - read.start for read in node.reads),
+        pages=sum(page is not None for page in node.pages[: span.stop]),
+        host_pages=sum(copy_of(node, index) is not None for index in span),
+        tier=books.tier(node),
+        readers=node.leases,
+        holders=node.root.refs,
+        pinned=handle.pinned,
+        expires_s=None if handle.deadline is None else max(0.0, handle.deadline - now),
+        salt=node.salt,
+        signature=node.signature,
+        spans=tuple(node.spans.items()),
+    )

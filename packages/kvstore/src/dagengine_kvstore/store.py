@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dagengine_kvstore import audit
@@ -31,9 +30,9 @@ from dagengine_kvstore.pins import PinBudget, pinned_nodes
 from dagengine_kvstore.pressure import NextUseOf, Pressure
 from dagengine_kvstore.references import Parent, Read, check_held, check_readable, check_references
 from dagengine_kvstore.repositioning import Reposition, Repositioned, Repositioner
-from dagengine_kvstore.residency import clean_copy, copy_of, node_tier, not_resident, page_tier
+from dagengine_kvstore.residency import clean_copy, not_resident, page_tier
 from dagengine_kvstore.states import Handle, HandleTable
-from dagengine_kvstore.stats import StateInfo, StoreStats
+from dagengine_kvstore.stats import StateInfo, StoreStats, state_info, store_stats
 from dagengine_kvstore.tiers import Tier, Transfer, transfer_of
 from dagengine_kvstore.transfers import Transfers
 from dagengine_kvstore.writer import RestoreWriter, Writer
@@ -461,9 +460,7 @@ class KVStore:
 
     def tier(self, node: NodeRecord) -> Tier:
         """Where a sealed node is: where the least available of its held pages is. NOWHERE if nothing holds it."""
-        if not node.held:
-            return Tier.NOWHERE
-        return node_tier(node, self._books.holds.covered_pages(node))
+        return self._books.tier(node)
 
     def available(self, exclude: Iterable[NodeRecord] = (), *, reads: Iterable[Read] = ()) -> int:
         """Pages that `reserve` could take now; shared pages once.
@@ -516,51 +513,7 @@ class KVStore:
             raise LeakError(found)
 
     def stats(self) -> StoreStats:
-        books, pool, counts = self._books, self._books.pool, self._transfers.counts
-        nodes = books.nodes()
-        owners = Counter(page for node in nodes for page in node.pages if page is not None)
-        for writer in (*books.writers.values(), *books.restores.values()):
-            owners.update(writer.pages)
-        tiers = Counter(self.tier(node) for node in nodes if node.sealed and node.held)
-        return StoreStats(
-            pages_total=pool.num_pages,
-            pages_free=pool.num_free,
-            pages_cached=pool.num_cached,
-            pages_live=pool.num_live,
-            pages_waiting=pool.num_waiting,
-            pages_moving=pool.num_moving,
-            pages_shared=sum(count > 1 for count in owners.values()),
-            open_fences=pool.num_fences,
-            writers=len(books.writers),
-            restores=len(books.restores),
-            leases=len(books.leases),
-            handles=len(books.handles),
-            states=tiers.total(),
-            states_resident=tiers[Tier.DEVICE] + tiers[Tier.STORING],
-            states_on_host=tiers[Tier.HOST] + tiers[Tier.LOADING],
-            tokens_written=books.tokens_written,
-            tokens_reused=books.tokens_reused,
-            tokens_recalled=books.tokens_recalled,
-            evictions=books.evictions,
-            host_total=books.host.num_pages,
-            host_free=books.host.num_free,
-            host_live=books.host.num_live,
-            host_moving=books.host.num_moving,
-            host_evictions=books.host_evictions,
-            tickets_in_flight=self._transfers.tickets.num_in_flight,
-            tickets_lost=self._transfers.tickets.num_lost,
-            pages_stored=counts["pages_store"],
-            pages_loaded=counts["pages_load"],
-            stores=counts["store"],
-            loads=counts["load"],
-            stores_failed=counts["store_failed"],
-            loads_failed=counts["load_failed"],
-            stores_lost=counts["store_lost"],
-            loads_lost=counts["load_lost"],
-            completions_late=counts["completion_late"],
-            completions_duplicate=counts["completion_duplicate"],
-            completions_unknown=counts["completion_unknown"],
-        )
+        return store_stats(self._books, self._transfers)
 
     def describe(self, handle_id: str, *, salt: str | None = None) -> StateInfo:
         """What a handle names. Raises as `release`."""
@@ -599,23 +552,4 @@ class KVStore:
         return self._books.handles.get(handle_id, salt)
 
     def _describe(self, handle: Handle) -> StateInfo:
-        node = handle.node
-        span = self._books.holds.page_range(0, handle.at)
-        return StateInfo(
-            id=handle.id,
-            name=handle.name,
-            node=node.uid,
-            at=handle.at,
-            own_start=node.own_start,
-            context_tokens=sum(read.stop - read.start for read in node.reads),
-            pages=sum(page is not None for page in node.pages[: span.stop]),
-            host_pages=sum(copy_of(node, index) is not None for index in span),
-            tier=self.tier(node),
-            readers=node.leases,
-            holders=node.root.refs,
-            pinned=handle.pinned,
-            expires_s=None if handle.deadline is None else max(0.0, handle.deadline - self._clock()),
-            salt=node.salt,
-            signature=node.signature,
-            spans=tuple(node.spans.items()),
-        )
+        return state_info(self._books, handle, self._clock())
