@@ -233,7 +233,7 @@ class EngineCore:
             (made,) = self.store.reposition([Reposition(node, start, stop)], mover, copy=copy).nodes
         except Exception as error:
             found = as_dag_error(error, "state")
-            field = "start" if (found.field or "").endswith(("start", "own_start")) else "state"
+            field = "start" if (found.field or "").endswith("start") else "state"
             raise DagError(found.code, found.message, field) from None
         keep = keep or Keep()
         try:

@@ -18,9 +18,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dagengine_kvstore import NodeRecord
+from dagengine_kvstore import NodeRecord, Tier
 from dagengine_kvstore.residency import page_tier
-from dagengine_kvstore.tiers import Tier
 from dagengine_positions import ModelGeometry
 
 KEPT = 0.97

@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from dagengine_core_graph.errors import GraphError
-from dagengine_core_graph.query import Query, user
-from dagengine_core_graph.query.expressions import Retriever
+from dagengine_core_graph.query import Query, Retriever, user
 from dagengine_core_graph.query.lowered import MAX_TOKENS
 
 from .async_engine import EngineThread

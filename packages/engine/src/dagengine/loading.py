@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from dagengine_kvstore import KVStore, NodeRecord, NotResident, Read
+from dagengine_kvstore import KVStore, NodeRecord, NotResident, Read, Tier
 from dagengine_kvstore.residency import page_tier
-from dagengine_kvstore.tiers import Tier
 
 from .sequence import Sequence
 from .stats import EngineStats

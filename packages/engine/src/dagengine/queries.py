@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 
 from dagengine_core_graph import Artifact
 from dagengine_core_graph.errors import GraphError
-from dagengine_core_graph.query import LoweredQuery, Plan, Query, QueryNode, lower, plan
-from dagengine_core_graph.query.expressions import Retriever
+from dagengine_core_graph.query import LoweredQuery, Plan, Query, QueryNode, Retriever, lower, plan
 from dagengine_core_graph.query.lowered import MAX_TOKENS
 
 from .core import EngineCore

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from dagengine import DagError
 from dagengine.async_engine import EngineThread
-from dagengine_core_graph.query.expressions import Retriever
+from dagengine_core_graph.query import Retriever
 
 from .auth import Authentication
 from .errors import HTTP_CODES, error_response

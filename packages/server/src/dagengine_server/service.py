@@ -20,7 +20,7 @@ from dagengine.inputs import InputEncoder
 from dagengine.prompt_cache import PromptCache
 from dagengine.request import ContextRef, Request, SpanName
 from dagengine.tokenizer import Tokenizer
-from dagengine_core_graph.query.expressions import Retriever
+from dagengine_core_graph.query import Retriever
 
 from .metrics import Metrics
 from .protocol import DagOptions
