@@ -115,6 +115,10 @@ class Cores:
             if self.kind != "double":
                 assert int(backend.wrong) == 0, "pages held something else than the tables said"
 
+    def captured_mixed(self) -> list[int]:
+        """Graphs of steps with chunks of several tokens that each core keeps; their keys say for how many logits."""
+        return [sum(len(key) == 3 for key in core._runner.graphs._kept) for core in self.made]
+
     def count(self) -> tuple[int, int]:
         """Steps that were replayed, and batches that were planned."""
         replayed = sum(capture.replayed for capture in self.captures)
@@ -141,6 +145,7 @@ def test_replayed_steps_compute_the_definition(cores: Cores, mode: str, page_siz
     replayed, planned = cores.count()
     assert len(cores.made) == 3 and replayed > 100, "hardly a step was replayed: the test would show little"
     assert planned < 3 * replayed
+    assert any(cores.captured_mixed()), "no step with a chunk of several tokens came twice"
 
 
 @pytest.mark.parametrize("cores", ["double", "cpu", on_gpu("cuda")], indirect=True)

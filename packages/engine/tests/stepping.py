@@ -49,12 +49,14 @@ def geometry_of(head_dim=64, heads=(4, 2), windows=(None, None), qk_norm=False):
     return replace(geometry, groups=tuple(groups))
 
 
-def runner_of(make, geometry, *, page_size, device="cpu", dtype=torch.float32, **options):
+def runner_of(
+    make, geometry, *, page_size, device="cpu", dtype=torch.float32, batch_invariant=False, **options
+):
     """A runner with the same seeded weights, rounded to bfloat16, in `dtype`."""
     device = torch.device(device)
     source = RoundedSource(7, dtype=torch.float32, device=torch.device("cpu"), tied=False)
     source.target = (device, dtype)
-    model = LlamaForCausalLM.load(geometry, source)
+    model = LlamaForCausalLM.load(geometry, source, batch_invariant=batch_invariant)
     group = geometry.groups[0]
     arena = TorchArena(
         geometry.num_layers, NUM_PAGES, page_size, group.num_kv_heads, group.head_dim, dtype, device

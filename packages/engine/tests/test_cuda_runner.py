@@ -6,6 +6,8 @@ the second half on an NVIDIA GPU.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -13,13 +15,15 @@ import torch
 from dagengine.cuda_runner import CudaRunner, make_runner
 from dagengine.graphs import GraphCache, capacities
 from dagengine.runner import Runner
+from dagengine.step_buffers import StepBuffers
 from dagengine.views import Views
 from dagengine_kernels import KernelError
 from dagengine_kernels.errors import UNSUPPORTED
 from dagengine_kernels.fused.backend import FusedBackend
 from dagengine_kernels.reference import ReferenceBackend
+from dagengine_kernels.staging import Staging
 
-from .stepping import FakeCapture, Stepper, TwinBackend, base_runner, geometry_of, runner_of
+from .stepping import FakeCapture, FakeGraph, Stepper, TwinBackend, base_runner, geometry_of, runner_of
 
 WINDOWS = {"full": (None, None), "window": (9, 9), "two groups": (None, 9)}
 
@@ -223,6 +227,146 @@ def test_larger_steps_than_were_asked_for_are_eager():
     assert pair.capture.num_captured == 1
 
 
+class Trio(Pair):
+    """A Pair beside a third runner, which launches what the first replays: their results are the same bits."""
+
+    def __init__(self, windows=(None, None), page_size=4, **options):
+        super().__init__(windows, page_size, **options)
+        geometry = geometry_of(head_dim=16, windows=windows)
+        self.eager, self.other = (
+            runner_of(
+                CudaRunner,
+                geometry,
+                page_size=page_size,
+                capture=self.capture,
+                enforce_eager=True,
+                max_num_seqs=8,
+                **options,
+            ),
+            TwinBackend(),
+        )
+        self.replayed = Counter()
+        self.runner.graphs._capture = self.counted
+
+    def counted(self, warm_up, body):
+        graph = self.capture(warm_up, body)
+
+        def replay():
+            self.replayed[graph] += 1
+            graph.replay()
+
+        return FakeGraph(replay)
+
+    def step(self, works, counts=None, pending=None):
+        chunks = self.stepper.chunks(works, counts, pending)
+        have = self.runner.launch(chunks, self.twin, self.ids).clone()
+        want = self.eager.launch(chunks, self.other, self.ids)
+        assert torch.equal(have, want)
+        truth = self.plain.launch(chunks, self.truth, self.ids)
+        assert have.shape == truth.shape and torch.allclose(have, truth, atol=1e-4, rtol=1e-4)
+        self.stepper.done(chunks)
+        self.ids = truth.argmax(-1)
+        return [chunk.work for chunk in chunks if chunk.samples]
+
+
+@pytest.mark.parametrize("windows", [(None, None), (None, 9)], ids=["one group", "two groups"])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_mix_of_chunks_and_decode_replayed_is_what_launches_are(seed, windows):
+    """Works of any lengths, in chunks, beside decode whose tokens are pending, preempted and computed again."""
+    rng = np.random.default_rng(seed)
+    trio = Trio(windows, mixed_rows=24)
+    works, ended, waiting = [], [], {}
+    for number in range(40):
+        if len(works) < 4 and (not works or rng.random() < 0.5):
+            context = [work.writer for work in ended if rng.random() < 0.3]
+            works.append(trio.stepper.work(int(rng.integers(1, 30)), context, int(rng.integers(0, 5))))
+        if rng.random() < 0.5:
+            give(trio, waiting)
+        if not waiting and rng.random() < 0.2:
+            victim = works[int(rng.integers(len(works)))]
+            victim.writer.rollback()
+            victim.restart()
+            victim.context = victim.context.copy()
+        if not waiting and number % 10 == 9 and works[0].computed:
+            ended.append(works.pop(0))
+            continue
+        left = [len(work.tokens) - work.computed for work in works]
+        counts = [int(rng.integers(1, n + 1)) if n else 1 for n in left]
+        known, before = trio.ids, waiting
+        sampled = trio.step(works, counts, [waiting.get(work) for work in works])
+        for work, row in before.items():
+            trio.stepper.give([work], [int(known[row])])
+        waiting = {work: row for row, work in enumerate(sampled)}
+    assert len(trio.replayed) >= 3 and trio.replayed.total() > 10
+
+
+def give(trio, waiting):
+    """What was sampled becomes known."""
+    for work, row in waiting.items():
+        trio.stepper.give([work], [int(trio.ids[row])])
+    waiting.clear()
+
+
+def test_a_step_of_a_kind_is_captured_when_it_comes_again():
+    pair = Pair(page_size=16)
+    for expected in (0, 1, 1, 1):
+        pair.prefill([pair.stepper.work(9)])
+        assert pair.capture.num_captured == expected
+    pair.prefill([pair.stepper.work(16)])
+    assert pair.capture.num_captured == 1, "padded to 16 rows like the others"
+    pair.prefill([pair.stepper.work(17)])
+    assert pair.capture.num_captured == 1
+    pair.step([pair.stepper.work(14)], [10])
+    assert pair.capture.num_captured == 1, "nothing is sampled: another kind"
+
+
+def test_many_rows_of_a_small_step_are_sampled():
+    pair = Pair(page_size=4, max_num_seqs=100)
+    for _ in range(3):
+        works = [pair.stepper.work(n) for n in (3, *[1] * 10)]
+        pair.prefill(works)
+    assert pair.capture.num_captured == 1
+
+
+def test_large_steps_and_those_of_a_runner_that_replays_none_are_not_padded():
+    for rows, options in ((9, {"mixed_rows": 8}), (3, {"mixed_rows": 0})):
+        pair = Pair(page_size=16, **options)
+        for _ in range(3):
+            pair.prefill([pair.stepper.work(rows)])
+        assert pair.capture.num_captured == 0
+        assert not pair.runner._buffers
+
+
+def test_rows_that_pad_write_nothing_and_what_was_there_is_gone():
+    pair = Pair(page_size=16)
+    buffers = StepBuffers(8, 3, torch.device("cpu"))
+    staging = Staging(torch.device("cpu"), torch.int64)
+    many, few = pair.stepper.work(8), pair.stepper.work(3)
+    buffers.fill_mixed(pair.stepper.chunks([many], [8]), np.arange(8), [7], None, staging)
+    assert buffers.ids().tolist() == many.tokens
+    chunks = pair.stepper.chunks([few], [4], pending=[1])
+    buffers.fill_mixed(chunks, np.arange(4), [3], torch.tensor([5, 6]), staging)
+    assert buffers.ids().tolist() == [*few.tokens, 6, 0, 0, 0, 0]
+    assert buffers.slots.tolist() == [*chunks[0].slots, -1, -1, -1, -1]
+    assert buffers.positions.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
+    assert buffers.rows.tolist() == [3, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_key_that_comes_once_is_not_captured_and_few_of_them_are_remembered(monkeypatch):
+    monkeypatch.setattr("dagengine.graphs.MOST_ONCE", 2)
+    capture = FakeCapture()
+    cache = GraphCache(capture)
+
+    def body():
+        pass
+
+    assert [cache.find_again(key, body, body) for key in "abc"] == [None, None, None]
+    assert cache.find_again("a", body, body) is None, "two others came since"
+    found = cache.find_again("a", body, body)
+    assert found is not None and cache.find_again("a", body, body) is found
+    assert capture.num_captured == 1
+
+
 def test_capacities_end_with_the_most():
     assert capacities(64) == (1, 2, 4, 8, 16, 24, 32, 48, 64)
     assert capacities(256) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -392,6 +536,54 @@ def test_ids_that_are_pending_on_the_gpu():
     gpu.close()
 
 
+def mix(gpu, rng, works, rounds):
+    """Chunks of random lengths beside decode; what was sampled is known at once, and works that end make room."""
+    for _ in range(rounds):
+        while len(works) < 4:
+            works.append(gpu.stepper.work(int(rng.integers(1, 120))))
+        left = [len(work.tokens) - work.computed for work in works]
+        counts = [min(int(rng.choice((1, 8, 8, 40))), n) for n in left]
+        sampled = gpu.step(works, counts)
+        gpu.stepper.give(sampled, gpu.ids.tolist())
+        if rng.random() < 0.2:
+            works.pop(0).writer.abort()
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_mixed_steps_replayed_are_launches_on_the_gpu(options):
+    """The truth is checked in every step, and that the bits of a replay are those of the same launches."""
+    gpu = OnGpu(**options)
+    mix(gpu, np.random.default_rng(3), [], 60)
+    assert max(gpu.errors) < 0.05, max(gpu.errors)
+    assert sum(len(key) == 3 for key in gpu.runners[0].graphs._kept) > 0
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_padding_leaves_the_bits_of_batch_invariant_rows_alone():
+    """Small steps padded and replayed beside the same steps as they come."""
+    gpu = OnGpu(head_dim=128, page_size=64)
+    geometry = geometry_of(head_dim=128)
+    gpu.backends = [FusedBackend("cuda", batch_invariant=True) for _ in range(2)]
+    gpu.runners = [
+        runner_of(
+            CudaRunner,
+            geometry,
+            page_size=64,
+            device="cuda",
+            dtype=torch.bfloat16,
+            batch_invariant=True,
+            max_num_seqs=16,
+            **more,
+        )
+        for more in ({}, {"mixed_rows": 0, "enforce_eager": True})
+    ]
+    mix(gpu, np.random.default_rng(4), [], 60)
+    assert sum(len(key) == 3 for key in gpu.runners[0].graphs._kept) > 0
+
+
 @pytest.mark.gpu
 @on_gpu
 def test_a_steady_step_waits_for_nothing():
@@ -406,8 +598,9 @@ def test_a_steady_step_waits_for_nothing():
     runner.launch(chunks, backend, None)
     gpu.stepper.done(chunks)
     late = gpu.stepper.work(50)
-    warm = gpu.stepper.chunks([gpu.stepper.work(50)], [50])
-    runner.launch(warm, backend, ids)
+    for _ in range(2):
+        warm = gpu.stepper.chunks([gpu.stepper.work(50)], [50])
+        runner.launch(warm, backend, ids)
     torch.cuda.synchronize()
     done = torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)

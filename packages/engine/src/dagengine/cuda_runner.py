@@ -1,9 +1,13 @@
-"""The runner for CUDA devices: decode steps as CUDA graphs, all others in eager launches; the host waits for neither.
+"""The runner for CUDA devices: decode steps and small others as CUDA graphs, large ones in eager launches; the host
+waits for none.
 
     launch ── one token of each work ──► plan in the slots still right? ── no ──► plan anew (host), upload
        │                                          └── yes: it advanced itself ──┐        │
        │                                 fixed buffers of a capacity ◄── upload ┴────────┘
        │                                          └──► graph: ids, layers, head, plans advance
+       ├── up to MIXED_ROWS tokens ────► plan, upload ──► fixed buffers of a capacity
+       │                                          ├── such a step ran before ──► graph: ids, layers, head
+       │                                          └── the first of its kind ───► the same in launches
        └────── anything else ──────────► plan, upload, launches
 
 A decode batch that is the last one, one token on, within pages that were reserved when it was planned, costs the host
@@ -39,12 +43,22 @@ from .graphs import Capture, CudaCapture, Graph, GraphCache, capacities
 from .models.norm import RMSNorm
 from .models.registry import Model
 from .runner import Chunk, Runner
+from .step_buffers import StepBuffers, pack
 from .views import Views
 from .work import Extents, Work
 
 log = logging.getLogger("dagengine")
 
 MAX_NUM_SEQS = 256
+MIXED_ROWS = 256
+"""Tokens of a step that is padded and replayed: with more, a device has more to do than the host that launches."""
+
+MIXED_CAPACITIES = (8, 16, 32, 64, 96, 128, 192)
+"""What such a step is padded to. Fewer tokens than there are between two of these would be no faster."""
+
+WANTED = (1, 8, 64)
+"""What the rows of such a step whose logits are wanted are padded to, if they are no more: few kinds of steps, since
+the head takes as long as reading its weight."""
 
 
 @runtime_checkable
@@ -62,58 +76,6 @@ class _Slots:
 
     decode: tuple[Any, ...]
     mixed: tuple[Any, ...]
-
-
-class _Buffers:
-    """What the graphs of one capacity C read, at fixed addresses, int64.
-
-        source [C] | positions [C] | slots [C] | ids [C] | pending ids [most]
-        |<------------- one upload a step -------------->|<- from the launch before
-
-    The id of row i is (ids, pending ids)[source[i]]. Rows that pad have id 0, position 0, slot -1.
-    """
-
-    def __init__(self, capacity: int, most: int, device: torch.device) -> None:
-        self.capacity = capacity
-        self._ints = torch.zeros(4 * capacity + most, dtype=torch.int64, device=device)
-        self.uploaded = self._ints[: 4 * capacity]
-        self.source, self.positions, self.slots, _ = self.uploaded.view(4, capacity).unbind(0)
-        self.choices = self._ints[3 * capacity :]
-        self.pending = self._ints[4 * capacity :]
-        self.own = np.arange(capacity)
-
-    def fill(
-        self,
-        chunks: Sequence[Chunk],
-        positions: NDArray[np.int64],
-        pending: Tensor | None,
-        staging: Staging,
-    ) -> None:
-        """Queue the upload of a step, and the copy of the ids that are pending."""
-        count, capacity = len(chunks), self.capacity
-        host = staging.take(4 * capacity).reshape(4, capacity)
-        source, to_positions, slots, ids = host
-        rows = [-1 if chunk.pending is None else chunk.pending for chunk in chunks]
-        source[:] = self.own
-        taken = np.array(rows)
-        is_pending = taken >= 0
-        if is_pending.all():
-            np.add(taken, capacity, out=source[:count])
-            ids[:] = 0
-        else:
-            np.copyto(source[:count], taken + capacity, where=is_pending)
-            works = [chunk.work for chunk in chunks]
-            ids[:count] = [
-                work.tokens[work.computed] if row < 0 else 0 for work, row in zip(works, rows, strict=True)
-            ]
-            ids[count:] = 0
-        to_positions[:count], to_positions[count:] = positions, 0
-        slots[:count], slots[count:] = [chunk.slots[0] for chunk in chunks], -1
-        staging.send(self.uploaded)
-        if is_pending.any():
-            assert pending is not None, "a token is pending, but the previous launch sampled nothing"
-            assert len(pending) <= len(self.pending), "more rows were sampled than sequences may run"
-            self.pending[: len(pending)].copy_(pending)
 
 
 @dataclass
@@ -137,7 +99,7 @@ class _Batch:
     room: int
     positions: NDArray[np.int64]
     plans: list[Plan]
-    buffers: _Buffers
+    buffers: StepBuffers
     graph: Graph | None = None
 
     def continues(self, backend: AttentionBackend, works: Sequence[Work]) -> bool:
@@ -160,15 +122,18 @@ class _Batch:
 class CudaRunner(Runner):
     """A runner that launches ahead of the device.
 
-    Steps of one token for each work are padded to a capacity (`graphs.capacities`) and replayed as CUDA graphs where
-    the attention backend has slots for its plans; where it has none, the log says why, and steps are launched eagerly.
-    A graph depends on its capacity and on the graph keys of the groups' plans; `graphs.MOST_GRAPHS` are kept. It takes
-    all rows of its capacity through the head; elsewhere only rows that sample go there.
+    Steps of one token for each work, and others of up to `mixed_rows` tokens, are padded to a capacity
+    (`graphs.capacities`) and replayed as CUDA graphs where the attention backend has slots for its plans; where it has
+    none, the log says why, and steps are launched eagerly. A graph depends on its capacity and on the graph keys of the
+    groups' plans; `graphs.MOST_GRAPHS` are kept. That of a decode step takes all rows of its capacity through the head;
+    that of another step as many as sample, padded too, and it is captured when its kind comes the second time, since
+    many come once.
 
     Everything is queued on the current stream, which must be the same at every launch.
 
     Args:
         max_num_seqs: most works of a step that is replayed, and most rows of `pending`; larger steps are eager.
+        mixed_rows: most tokens of a step that is replayed though some work has more than one; 0 for none.
         enforce_eager: launch what would be replayed; the same kernels with the same padding, so with equal results.
         capture: makes graphs; by default `CudaCapture`.
     """
@@ -182,6 +147,7 @@ class CudaRunner(Runner):
         max_positions: int,
         device: torch.device,
         max_num_seqs: int = MAX_NUM_SEQS,
+        mixed_rows: int = MIXED_ROWS,
         enforce_eager: bool = False,
         capture: Capture | None = None,
     ) -> None:
@@ -190,7 +156,10 @@ class CudaRunner(Runner):
         self._views = Views(arena.page_size, arena.num_pages)
         self._staging = Staging(device, torch.int64)
         self._capacities = capacities(max_num_seqs)
-        self._buffers: dict[int, _Buffers] = {}
+        self._mixed_rows = mixed_rows
+        self._mixed_capacities = (*(c for c in MIXED_CAPACITIES if c < mixed_rows), mixed_rows)
+        self._wanted = (*(c for c in WANTED if c < max_num_seqs), max_num_seqs)
+        self._buffers: dict[int, StepBuffers] = {}
         self._slots: dict[AttentionBackend, _Slots | None] = {}
         self._batch: _Batch | None = None
         self._logits: Tensor | None = None
@@ -202,8 +171,13 @@ class CudaRunner(Runner):
     def launch(self, chunks: Sequence[Chunk], backend: AttentionBackend, pending: Tensor | None) -> Tensor:
         """As `Runner.launch`. Logits of replayed steps are in one buffer: use them on this stream before the next."""
         slots = self._slots_of(backend)
-        if slots is None or len(chunks) > self._capacities[-1] or any(chunk.count != 1 for chunk in chunks):
+        if slots is None or len(chunks) > self._capacities[-1]:
             return self._launch_mixed(chunks, backend, slots, pending)
+        total = sum(chunk.count for chunk in chunks)
+        if total > len(chunks):
+            if total > self._mixed_rows:
+                return self._launch_mixed(chunks, backend, slots, pending)
+            return self._launch_padded(chunks, backend, slots, pending)
         batch, self._batch = self._batch, None  # none where this launch fails half-way
         if batch is None or not batch.continues(backend, [chunk.work for chunk in chunks]):
             batch = self._plan_batch(chunks, backend, slots)
@@ -214,7 +188,7 @@ class CudaRunner(Runner):
 
     def _launch_batch(self, batch: _Batch, chunks: Sequence[Chunk], pending: Tensor | None) -> Tensor:
         buffers = batch.buffers
-        buffers.fill(chunks, batch.positions, pending, self._staging)
+        buffers.fill_decode(chunks, batch.positions, pending, self._staging)
         if self.graphs is None:
             logits = self._decode(batch)
             self._advance_plans(batch)
@@ -241,9 +215,6 @@ class CudaRunner(Runner):
         room = min(len(work.writer.pages) * size - count for work, count in zip(works, computed, strict=True))
         # Settled: a step begins with a kernel of torch's, the embedding, which waits for all before it.
         plans = self._plan(table, backend, slots.decode, reserve=reserve, settled=True)
-        capacity = next(c for c in self._capacities if c >= len(works))
-        if capacity not in self._buffers:
-            self._buffers[capacity] = _Buffers(capacity, self._capacities[-1], self.device)
         return _Batch(
             backend=backend,
             ids=[work.id for work in works],
@@ -253,7 +224,7 @@ class CudaRunner(Runner):
             room=room,
             positions=positions,
             plans=plans,
-            buffers=self._buffers[capacity],
+            buffers=self._buffers_for(len(works), self._capacities),
         )
 
     def _graph_of(self, graphs: GraphCache, batch: _Batch) -> Graph:
@@ -272,20 +243,63 @@ class CudaRunner(Runner):
     def _decode(self, batch: _Batch) -> Tensor:
         """Logits [capacity, vocab] of what is in the buffers."""
         buffers = batch.buffers
-        ids = buffers.choices.index_select(0, buffers.source)
-        hidden = self._layers(ids, buffers.positions, buffers.slots, batch.plans, batch.backend, settled=True)
+        hidden = self._layers(
+            buffers.ids(), buffers.positions, buffers.slots, batch.plans, batch.backend, settled=True
+        )
         return self.model.logits(hidden)
+
+    def _buffers_for(self, rows: int, among: Sequence[int]) -> StepBuffers:
+        """Those of the least capacity that holds so many rows."""
+        capacity = next(c for c in among if c >= rows)
+        if capacity not in self._buffers:
+            self._buffers[capacity] = StepBuffers(capacity, self._capacities[-1], self.device)
+        return self._buffers[capacity]
 
     def _advance_plans(self, batch: _Batch) -> None:
         backend: Any = batch.backend
         for plan in batch.plans:
             backend.advance(plan)
 
-    def _keep_logits(self, logits: Tensor, capacity: int) -> None:
+    def _keep_logits(self, logits: Tensor, rows: int) -> None:
         """Into the buffer of all graphs; the first call, which is not captured, makes it."""
         if self._logits is None:
             self._logits = logits.new_empty(self._capacities[-1], logits.shape[1])
-        self._logits[:capacity].copy_(logits)
+        self._logits[:rows].copy_(logits)
+
+    def _launch_padded(
+        self, chunks: Sequence[Chunk], backend: AttentionBackend, slots: _Slots, pending: Tensor | None
+    ) -> Tensor:
+        """A small step of chunks of any lengths: one upload, one for each plan, and a replay if its kind is known."""
+        counts, positions, wanted = _rows_of(chunks)
+        plans = self._plan(
+            self._views.table([chunk.work for chunk in chunks], counts, positions), backend, slots.mixed
+        )
+        buffers = self._buffers_for(len(positions), self._mixed_capacities)
+        buffers.fill_mixed(chunks, positions, wanted, pending, self._staging)
+        most = min(buffers.capacity, next(c for c in self._wanted if c >= len(wanted))) if wanted else 0
+
+        def step() -> Tensor | None:
+            hidden = self._layers(buffers.ids(), buffers.positions, buffers.slots, plans, backend)
+            return self.model.logits(hidden.index_select(0, buffers.rows[:most])) if most else None
+
+        def step_and_keep() -> None:
+            logits = step()
+            if logits is not None:
+                self._keep_logits(logits, most)
+
+        graph = None
+        if self.graphs is not None:
+            keys = tuple(plan.graph_key for plan in plans)  # type: ignore[attr-defined]
+            graph = self.graphs.find_again((buffers.capacity, most, keys), step_and_keep, step_and_keep)
+        if graph is None:
+            logits = step()
+        else:
+            graph.replay()
+            logits = self._logits
+        return self._no_logits() if not wanted or logits is None else logits[: len(wanted)]
+
+    def _no_logits(self) -> Tensor:
+        return torch.empty(0, self.geometry.vocab_size, dtype=torch.float32, device=self.device)
 
     def _launch_mixed(
         self,
@@ -296,26 +310,19 @@ class CudaRunner(Runner):
     ) -> Tensor:
         """Eager launches for chunks of any lengths: one upload, and one for each plan."""
         works = [chunk.work for chunk in chunks]
-        counts = np.array([chunk.count for chunk in chunks], np.int64)
-        ends = np.cumsum(counts)
-        starts, total = ends - counts, int(ends[-1])
-        first = np.array([work.own_start + work.computed for work in works], np.int64)
-        positions = np.repeat(first - starts, counts) + np.arange(total)
-        wanted = [row for row, chunk in zip((ends - 1).tolist(), chunks, strict=True) if chunk.samples]
+        counts, positions, wanted = _rows_of(chunks)
+        ends = np.cumsum(counts).tolist()
+        total = ends[-1]
         unknown = [
-            (row, chunk.pending)
-            for row, chunk in zip((ends - 1).tolist(), chunks, strict=True)
+            (end - 1, chunk.pending)
+            for end, chunk in zip(ends, chunks, strict=True)
             if chunk.pending is not None
         ]
         sizes = (total, total, total, len(wanted), len(unknown), len(unknown))
         host = self._staging.take(sum(sizes))
         ids, to_positions, to_slots, logit_rows, places, sources = np.split(host, np.cumsum(sizes)[:-1])
-        for chunk, start, end in zip(chunks, starts.tolist(), ends.tolist(), strict=True):
-            work = chunk.work
-            known = end - (chunk.pending is not None)
-            ids[start:known] = work.tokens[work.computed : work.computed + known - start]
-            ids[known:end] = 0
-            to_slots[start:end] = chunk.slots
+        for chunk, end in zip(chunks, ends, strict=True):
+            pack(chunk, ids[end - chunk.count : end], to_slots[end - chunk.count : end])
         to_positions[:] = positions
         logit_rows[:] = wanted
         if unknown:
@@ -330,7 +337,7 @@ class CudaRunner(Runner):
             on_device[0].index_copy_(0, on_device[4], pending.index_select(0, on_device[5]))
         hidden = self._layers(on_device[0], on_device[1], on_device[2], plans, backend)
         if not wanted:
-            return torch.empty(0, self.geometry.vocab_size, dtype=torch.float32, device=self.device)
+            return self._no_logits()
         return self.model.logits(hidden.index_select(0, on_device[3]))
 
     def _plan(
@@ -400,6 +407,16 @@ class CudaRunner(Runner):
             refused,
         )
         return None
+
+
+def _rows_of(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
+    """Tokens of each chunk, int64 [B]; positions of all, int64 [T]; the rows whose logits are wanted."""
+    counts = np.array([chunk.count for chunk in chunks], np.int64)
+    ends = np.cumsum(counts)
+    first = np.array([chunk.work.own_start + chunk.work.computed for chunk in chunks], np.int64)
+    positions = np.repeat(first - (ends - counts), counts) + np.arange(ends[-1])
+    wanted = [end - 1 for end, chunk in zip(ends.tolist(), chunks, strict=True) if chunk.samples]
+    return counts, positions, wanted
 
 
 def make_runner(

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: captured on first use, kept by what they depend on, to be replayed afterwards.
+"""CUDA graphs of steps: captured on first or second use, kept by what they depend on, to be replayed afterwards.
 
 Knows launches as functions; not what a step computes. All graphs share one pool of memory, since they run one after
 another on one stream: what one leaves there is gone when the next runs.
@@ -18,6 +18,9 @@ import torch
 
 MOST_GRAPHS = 64
 """Kept at once; the one used longest ago is dropped."""
+
+MOST_ONCE = 1024
+"""Keys that are remembered as asked for once."""
 
 FINE_FROM = 16
 """From this capacity on there is one halfway to the next power of two."""
@@ -55,6 +58,7 @@ class GraphCache:
     def __init__(self, capture: Capture, most: int = MOST_GRAPHS) -> None:
         self._capture, self._most = capture, most
         self._kept: OrderedDict[Hashable, Graph] = OrderedDict()
+        self._once: OrderedDict[Hashable, None] = OrderedDict()
         self.num_captured = 0
 
     def __len__(self) -> int:
@@ -77,6 +81,18 @@ class GraphCache:
         else:
             self._kept.move_to_end(key)
         return found
+
+    def find_again(
+        self, key: Hashable, warm_up: Callable[[], None], body: Callable[[], None]
+    ) -> Graph | None:
+        """As `find` for a key that was asked for before; None, and nothing is captured, for one that was not."""
+        if key not in self._kept and key not in self._once:
+            self._once[key] = None
+            if len(self._once) > MOST_ONCE:
+                self._once.popitem(last=False)
+            return None
+        self._once.pop(key, None)
+        return self.find(key, warm_up, body)
 
 
 class CudaCapture:
