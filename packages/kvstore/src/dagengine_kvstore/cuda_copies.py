@@ -106,7 +106,9 @@ class CudaCopies:
         """Queue copies of `[2, num_pages]` device and host pages behind `after`; the event of their end."""
         lane = self._lanes[kind]
         last = lane.copies if kind == "store" else lane.kernels
-        devices, hosts = pages[:, np.argsort(pages[1])]
+        if (pages[1, 1:] < pages[1, :-1]).any():
+            pages = pages[:, np.argsort(pages[1])]
+        devices, hosts = pages
         addresses = self._host_addresses(hosts)
         method = self._method or choose(devices, addresses, len(self._addresses), self._layer_bytes)
         with torch.cuda.device(self._device):

@@ -9,8 +9,8 @@ import ctypes
 from ctypes import POINTER, Structure, addressof, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
-from dagengine_kvstore.extents import Numbers
 from dagengine_kvstore.errors import KVStoreError
+from dagengine_kvstore.extents import Numbers
 
 PORTABLE, DEVICEMAP = 1, 2
 IN_STREAM_ORDER = 1

@@ -159,15 +159,16 @@ class TorchTransfer:
         self._close_copies()
 
     def _rows(self, copy: Copy) -> Numbers:
-        """The pages of a copy that can be submitted."""
+        """The pages of a copy that can be submitted, in the order of the host's."""
         if self._closed:
             raise KVStoreError("transfer_closed", "this transfer was closed")
         pages = page_rows(copy.pages)
         if not copy.pages:
             return pages
+        pages = pages[:, np.argsort(pages[1])]
         for side, ordered, limit in (
             ("device", np.sort(pages[0]), self._num_device_pages),
-            ("host", np.sort(pages[1]), self.num_host_pages),
+            ("host", pages[1], self.num_host_pages),
         ):
             if not 0 <= ordered[0] <= ordered[-1] < limit:
                 message = f"{side} pages {ordered[0]} to {ordered[-1]} are not inside [0, {limit})"
@@ -178,7 +179,9 @@ class TorchTransfer:
 
     def _before(self, pages: Numbers) -> list[_Ticket]:
         """The last tickets over these pages, as far as they are open."""
-        oldest = min([next(iter(self._open), self._next), *self._skipped])
+        if not self._open:
+            return []
+        oldest = min([next(iter(self._open)), *self._skipped])
         found: dict[_Ticket, None] = {}
         for newest, side in zip(self._newest, pages, strict=True):
             last = newest[side]
