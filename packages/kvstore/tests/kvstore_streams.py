@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -81,9 +81,9 @@ class Device:
         yield
         self.current = before
 
-    def copy(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> None:
+    def copy(self, targets: Any, sources: Any, sizes: Any, stream: int) -> None:
         """The driver's copies: in the order of their stream, each at once."""
-        for pair in zip(targets, sources, sizes, strict=True):
+        for pair in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self.streams[stream].queue(lambda pair=pair: ctypes.memmove(*pair))  # type: ignore[misc]
 
     def copy_pages(
@@ -110,8 +110,8 @@ class Device:
             pin = unpin = staticmethod(lambda *_: None)
             device_address = staticmethod(lambda address: address)
 
-        def table(copies: Any, *rows: Sequence[int]) -> Any:
-            return torch.tensor(rows, dtype=torch.int64)
+        def table(copies: Any, *rows: Any) -> Any:
+            return torch.stack([torch.from_numpy(row.copy()) for row in rows])
 
         for name, value in {
             "Stream": lambda *_, **__: Stream(self),

@@ -18,11 +18,13 @@ def imports(path: Path) -> set[str]:
     return names - set(sys.stdlib_module_names)
 
 
-def test_only_the_arena_and_its_copies_need_torch_and_only_the_kit_needs_pytest() -> None:
+def test_only_the_arena_and_its_copies_need_torch_or_numpy_and_only_the_kit_needs_pytest() -> None:
     allowed = {
         "torch_arena.py": {"torch"},
-        "torch_copies.py": {"torch"},
-        "cuda_copies.py": {"torch"},
+        "torch_copies.py": {"torch", "numpy"},
+        "torch_transfer.py": {"numpy"},
+        "cuda_copies.py": {"torch", "numpy"},
+        "extents.py": {"numpy"},
         "page_kernel.py": {"torch", "triton"},
         "conformance.py": {"pytest"},
     }

@@ -81,6 +81,18 @@ class TestLateTransfer(TransferConformance):
         return LateTransfer()
 
 
+class EndedTransfer(LateTransfer):
+    """What it is given has ended at once, which `abort` finds out before `poll` does."""
+
+    def abort(self, ticket: int) -> bool:
+        return True
+
+
+class TestEndedTransfer(TransferConformance):
+    def make(self) -> Transfer:
+        return EndedTransfer()
+
+
 class TestFakeTransfer(TransferContentsConformance):
     def make(self) -> FakeTransfer:
         self.device: list[object] = [None] * 16
@@ -117,6 +129,14 @@ def test_the_kits_notice_faults() -> None:
     with pytest.raises(AssertionError):
         transfers.test_a_store_over_it_stays_whole_and_brings_everything_back()
 
+    class Twice(EndedTransfer):
+        def poll(self) -> Sequence[Completion]:
+            return [*super().poll()] * 2
+
+    transfers.make = Twice  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        transfers.test_what_is_aborted_is_confirmed_or_reported()
+
     class Mixes(FakeTransfer):
         def submit(self, copy: Copy) -> int:
             return super().submit(Copy(copy.kind, tuple((device, 0) for device, _ in copy.pages)))
@@ -130,6 +150,14 @@ def test_the_kits_notice_faults() -> None:
     ):
         with pytest.raises(AssertionError):
             test()
+
+    class Confirms(FakeTransfer):
+        def abort(self, ticket: int) -> bool:
+            return True
+
+    contents.make = lambda: Confirms(contents.device, 5, rows=2, delay=(2, 4))  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        contents.test_what_is_confirmed_touches_its_pages_no_more()
 
 
 def test_every_tier_leads_back_to_the_device() -> None:

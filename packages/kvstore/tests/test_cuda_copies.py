@@ -13,10 +13,12 @@ pytest.importorskip("triton")
 
 from kvstore_streams import Device, Event, Stream  # noqa: E402
 
-from dagengine_kvstore import Copy  # noqa: E402
+from dagengine_kvstore import Copy, extents  # noqa: E402
 from dagengine_kvstore.cuda_copies import CudaCopies  # noqa: E402
 from dagengine_kvstore.extents import Method  # noqa: E402
+from dagengine_kvstore.host_arena import HostArena  # noqa: E402
 from dagengine_kvstore.torch_arena import TorchArena  # noqa: E402
+from dagengine_kvstore.torch_copies import Direction, page_rows  # noqa: E402
 from dagengine_kvstore.torch_transfer import TorchTransfer  # noqa: E402
 
 NUM_PAGES, NUM_HOST = 10, 8
@@ -25,6 +27,7 @@ NUM_PAGES, NUM_HOST = 10, 8
 def run(device: Device, monkeypatch: pytest.MonkeyPatch, method: Method | None) -> bool:
     """Random stores, loads and writes; whether all bytes are as if each had ended before the next began."""
     device.stand_in(monkeypatch)
+    monkeypatch.setattr(extents, "FIRST_PART_BYTES", 8)
     rng = device.rng
     layers = rng.choice((1, 3))
     arena = TorchArena(layers, NUM_PAGES, 1, 1, 8, torch.int8)
@@ -93,6 +96,70 @@ def test_streams_in_any_order_give_what_the_order_of_submits_gives(
     monkeypatch: pytest.MonkeyPatch, method: Method | None, seed: int
 ) -> None:
     assert run(Device(seed), monkeypatch, method)
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_direct_copies_are_queued_in_growing_parts_in_the_order_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, kind: Direction, layers: int
+) -> None:
+    device = Device(0)
+    device.stand_in(monkeypatch)
+    size = 16
+    monkeypatch.setattr(extents, "FIRST_PART_BYTES", 2 * layers * size)
+    arena = TorchArena(layers, 20, 1, 1, size // 2, torch.int8)
+    host = HostArena(30, arena.page_bytes, chunk_bytes=11 * arena.page_bytes)
+    copies = CudaCopies(arena, host, method=Method.DIRECT, staging_bytes=1)
+    calls: list[tuple[list[int], list[int], list[int]]] = []
+
+    def record(targets: Any, sources: Any, sizes: Any, stream: int) -> None:
+        assert all(array.flags.c_contiguous and array.dtype == "int64" for array in (targets, sources, sizes))
+        near, far = (sources, targets) if kind == "store" else (targets, sources)
+        calls.append((near.tolist(), far.tolist(), sizes.tolist()))
+
+    copies._copy = record  # type: ignore[method-assign]
+    pages = [(3, 25), (7, 1), (8, 2), (0, 10), (1, 11), (15, 20), (12, 22)]  # 10 and 11 are in two chunks
+    copies.issue(kind, page_rows(pages), [])
+    bases = [arena.layer(layer).data_ptr() for layer in range(layers)]
+    wanted = [
+        (bases[layer] + page * size, host.address(at) + layer * size)
+        for page, at in sorted(pages, key=lambda pair: pair[1])
+        for layer in range(layers)
+    ]
+    found = [pair for near, far, _ in calls for pair in zip(near, far, strict=True)]
+    if layers == 1:  # 7 and 8 go as one
+        assert found == [wanted[0], *wanted[2:]]
+        assert [sizes for _, _, sizes in calls] == [[2 * size], [size] * 4, [size]]
+    else:
+        assert found == wanted
+        assert [sizes for _, _, sizes in calls] == [[size] * 4, [size] * 8, [size] * 2]
+
+
+@pytest.mark.parametrize(("kind", "first"), [("store", "table"), ("load", "copy")])
+def test_staged_copies_begin_as_early_as_they_can(
+    monkeypatch: pytest.MonkeyPatch, kind: Direction, first: str
+) -> None:
+    device = Device(0)
+    device.stand_in(monkeypatch)
+    arena = TorchArena(2, 8, 1, 1, 8, torch.int8)
+    copies = CudaCopies(
+        arena,
+        HostArena(8, arena.page_bytes),
+        method=Method.STAGED,
+        staging_bytes=2 * arena.page_bytes,
+    )
+    seen: list[str] = []
+    for name, word in (("_table", "table"), ("_copy", "copy"), ("_run_kernel", "kernel")):
+
+        def note(call: Any, word: str, *arguments: Any) -> Any:
+            seen.append(word)
+            return call(*arguments)
+
+        monkeypatch.setattr(copies, name, partial(note, getattr(copies, name), word))
+    copies.issue(kind, page_rows([(page, 2 * page) for page in range(4)]), [])
+    turn = ["kernel", "copy"] if kind == "store" else ["copy", "kernel"]
+    assert [word for word in seen if word != "table"] == turn * 2
+    assert seen.count("table") == 1 and seen[0] == first
 
 
 @pytest.mark.parametrize("missing", ["wait for the compute stream", "wait for a buffer", "wait for a kernel"])

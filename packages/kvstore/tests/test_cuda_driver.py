@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from kvstore_helpers import refused
 
-from dagengine_kvstore import KVStoreError, cuda_driver
-from dagengine_kvstore.cuda_driver import CudaDriver
+np = pytest.importorskip("numpy")
+
+from dagengine_kvstore import KVStoreError, cuda_driver  # noqa: E402
+from dagengine_kvstore.cuda_driver import CudaDriver  # noqa: E402
 
 STREAM = 77
 
@@ -80,10 +82,10 @@ def test_extents_go_to_the_driver_in_one_call_where_it_takes_them(
     target = ctypes.create_string_buffer(8)
     begin, end = ctypes.addressof(source), ctypes.addressof(target)
     copy = cuda.copy_batch if batch else cuda.copy
-    copy([end + 5, end], [begin, begin + 4], [3, 2], STREAM)
+    copy(np.array([end + 5, end]), np.array([begin, begin + 4]), np.array([3, 2]), STREAM)
     assert target.raw == b"ef\0\0\0abc"
     assert library.calls == ([2] if batch else [1, 1])
-    copy([], [], [], STREAM)
+    copy(*np.zeros((3, 0), np.int64), STREAM)
     assert len(library.calls) == (1 if batch else 2)
 
 
@@ -91,7 +93,10 @@ def test_a_failed_call_is_a_typed_error_in_the_drivers_words(monkeypatch: pytest
     cuda, library = driver(monkeypatch, "cuMemcpyBatchAsync_v2")
     cuda.pin(4096, 4096)
     library.fail = 2
+    nothing = np.zeros(1, np.int64)
     calls = (
+        lambda: cuda.copy(nothing, nothing, nothing, STREAM),
+        lambda: cuda.copy_batch(nothing, nothing, nothing, STREAM),
         lambda: cuda.pin(4096, 4096),
         lambda: cuda.unpin(4096),
         lambda: cuda.device_address(4096),

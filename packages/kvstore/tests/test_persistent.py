@@ -227,6 +227,19 @@ def test_an_abort_takes_back_what_is_held(tmp_path: Path) -> None:
     assert bytes(inner.host.page(3)) == content(1)
 
 
+def test_what_was_aborted_after_it_ended_is_not_written_from_a_page_that_is_used_again(
+    tmp_path: Path,
+) -> None:
+    transfer, inner, pages = make(tmp_path)
+    first = transfer.submit(store({1: 3}, [1]))
+    assert transfer.abort(first)
+    second = transfer.submit(store({2: 3}, [2]))
+    assert until(transfer, second) is None
+    transfer.close()
+    assert [number for number in range(8) if get(pages, number)] == [2]
+    assert bytes(inner.host.page(3)) == content(2)
+
+
 def test_a_disk_that_fails_makes_pages_absent_and_nothing_else(tmp_path: Path) -> None:
     class Full:
         def put(self, *_: Any, consumed: Callable[[], None]) -> bool:
@@ -273,13 +286,15 @@ def test_random_stores_and_recalls_never_give_wrong_bytes(tmp_path: Path, seed: 
     inner.device.extend(inner.device[:4])  # recalls go to the last 4
     running: dict[int, list[int]] = {}
     recalls: dict[int, list[int]] = {}
+    aborted: set[int] = set()
     came = 0
 
     def poll() -> None:
         nonlocal came
         for completion in transfer.poll():
-            assert completion.error is None
-            del running[completion.ticket]
+            if completion.ticket not in aborted:
+                assert completion.error is None
+                del running[completion.ticket]
         for recalled in transfer.recalled():
             numbers = recalls.pop(recalled.recall)
             for place, got in enumerate(recalled.bases):
@@ -290,6 +305,10 @@ def test_random_stores_and_recalls_never_give_wrong_bytes(tmp_path: Path, seed: 
         poll()
         if rng.random() < 0.3:
             time.sleep(0.001)
+        if running and rng.random() < 0.1:
+            aborted.add(ticket := rng.choice([*running]))
+            assert transfer.abort(ticket)
+            del running[ticket]
         busy = {page for hosts in running.values() for page in hosts}
         free = [page for page in range(6) if page not in busy]
         chosen = rng.sample(free, min(len(free), rng.randint(1, 2)))
@@ -303,6 +322,8 @@ def test_random_stores_and_recalls_never_give_wrong_bytes(tmp_path: Path, seed: 
         elif not recalls:
             numbers = rng.sample(range(30), rng.randint(1, 4))
             recalls[transfer.recall(wanted(*((8 + i, number) for i, number in enumerate(numbers))))] = numbers
+            if rng.random() < 0.2:
+                wait(lambda: poll() or not recalls)
     wait(lambda: poll() or not (running or recalls))
     transfer.close()
     assert sum(get(pages, number) is not None for number in range(30)) == pages.num_pages > 10

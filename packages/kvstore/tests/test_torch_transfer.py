@@ -16,7 +16,7 @@ from kvstore_helpers import refused
 
 torch = pytest.importorskip("torch")
 
-from dagengine_kvstore import Completion, Copy  # noqa: E402
+from dagengine_kvstore import Completion, Copy, torch_transfer  # noqa: E402
 from dagengine_kvstore.conformance import TransferContentsConformance  # noqa: E402
 from dagengine_kvstore.extents import Method  # noqa: E402
 from dagengine_kvstore.host_arena import HostArena  # noqa: E402
@@ -182,7 +182,7 @@ class SimulatedCopies(CpuCopies):
         self.compute = Work(run, [self.compute])
         self.queued.append(self.compute)
 
-    def issue(self, kind: Any, pages: Sequence[tuple[int, int]], after: Sequence[Any]) -> Work:
+    def issue(self, kind: Any, pages: Any, after: Sequence[Any]) -> Work:
         copy = super().issue
         work = Work(lambda: copy(kind, pages, ()), after if self.edges else ())
         self.queued.append(work)
@@ -274,7 +274,7 @@ def test_tickets_over_one_page_wait_for_each_other_and_others_do_not() -> None:
     seen: list[tuple[str, list[Any]]] = []
 
     class Watched(SimulatedCopies):
-        def issue(self, kind: Any, pages: Sequence[tuple[int, int]], after: Sequence[Any]) -> Work:
+        def issue(self, kind: Any, pages: Any, after: Sequence[Any]) -> Work:
             work = super().issue(kind, pages, after)
             seen.append((work, list(after)))  # type: ignore[arg-type]
             return work
@@ -296,8 +296,8 @@ def test_a_store_rate_holds_stores_back_and_nothing_else() -> None:
     issued: list[tuple[str, int]] = []
 
     class Watched(CpuCopies):
-        def issue(self, kind: Any, pages: Sequence[tuple[int, int]], after: Sequence[Any]) -> Any:
-            issued.append((kind, len(pages)))
+        def issue(self, kind: Any, pages: Any, after: Sequence[Any]) -> Any:
+            issued.append((kind, pages.shape[1]))
             return super().issue(kind, pages, after)
 
     transfer = TorchTransfer(pages, 8, copies=Watched, store_bytes_per_s=16 << 20, clock=lambda: now[0])
@@ -333,9 +333,62 @@ def test_an_abort_takes_back_what_is_not_issued_and_waits_for_what_is() -> None:
     assert not any(transfer.host.page(1))
 
 
+def test_what_ran_behind_an_aborted_ticket_runs_behind_what_that_has_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_transfer, "PACED_BYTES", 16)
+    now = [0.0]
+    issued: list[Any] = []
+
+    class Watched(SimulatedCopies):
+        def issue(self, kind: Any, pages: Any, after: Sequence[Any]) -> Work:
+            issued.append((kind, *pages.T.tolist()))
+            return super().issue(kind, pages, after)
+
+    pages = arena(num_layers=1, page_size=1, num_kv_heads=1, head_dim=4)  # 16 bytes a page
+    transfer = TorchTransfer(pages, 8, copies=Watched, store_bytes_per_s=16, clock=lambda: now[0])
+    transfer.submit(Copy("store", ((0, 0), (1, 1))))  # its second page is not issued yet
+    aborted = [transfer.submit(Copy("load", ((page, 1),))) for page in (2, 3)]
+    transfer.submit(Copy("load", ((4, 1),)))
+    assert transfer.abort(aborted[1]) and transfer.abort(aborted[0])
+    transfer.submit(Copy("load", ((2, 5),)))
+    transfer.submit(Copy("load", ((5, 1),)))
+    assert sorted(done.ticket for done in transfer.poll()) == aborted
+    transfer.submit(Copy("load", ((6, 1),)))
+    assert issued == [("store", [0, 0])]
+    now[0] = 1.5
+    transfer.poll()
+    assert issued[1:] == [("store", [1, 1])] + [("load", pair) for pair in ([4, 1], [2, 5], [5, 1], [6, 1])]
+
+
+def test_a_store_rate_saves_nothing_up_while_nothing_waits_and_issues_what_is_due_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_transfer, "PACED_BYTES", 16)
+    now = [0.0]
+    issued: list[int] = []
+
+    class Watched(CpuCopies):
+        def issue(self, kind: Any, pages: Any, after: Sequence[Any]) -> Any:
+            issued.append(pages.shape[1])
+            return super().issue(kind, pages, after)
+
+    pages = arena(pages=40, num_layers=1, page_size=1, num_kv_heads=1, head_dim=1)  # 4 bytes a page
+    transfer = TorchTransfer(pages, 40, copies=Watched, store_bytes_per_s=1024, clock=lambda: now[0])
+    now[0] = 10.0
+    transfer.submit(Copy("store", tuple((page, page) for page in range(40))))
+    assert issued == [4]
+    now[0] = 10.0 + 40 / 1024  # 24 bytes are due beyond the 16 that were issued
+    transfer.poll()
+    assert issued == [4, 6, 4]
+    now[0] = 11.0
+    transfer.poll()
+    assert issued == [4, 6, 4, 12, 4]
+
+
 def test_a_fault_of_the_device_is_the_error_of_its_ticket() -> None:
     class Faulty(CpuCopies):
-        def issue(self, kind: Any, pages: Sequence[tuple[int, int]], after: Sequence[Any]) -> Any:
+        def issue(self, kind: Any, pages: Any, after: Sequence[Any]) -> Any:
             if kind == "load":
                 raise RuntimeError("no")
             return super().issue(kind, pages, after)

@@ -198,11 +198,29 @@ class TransferConformance:
         assert list(transfer.poll()) == []
 
     def test_what_is_aborted_is_confirmed_or_reported(self) -> None:
+        """Reported once, if it was not confirmed; else once or not at all, with an error or without."""
         transfer = self.make()
+        given: list[int] = []
+        unconfirmed: set[int] = set()
         for page in range(min(3, transfer.num_host_pages)):
-            ticket = transfer.submit(Copy("store", ((0, page),)))
+            ticket = transfer.submit(Copy("store", ((page, page),)))
+            given.append(ticket)
             if not transfer.abort(ticket):
-                assert self.drain(transfer, 1) == [ticket]
+                unconfirmed.add(ticket)
+        reported = self.reported(transfer, unconfirmed)
+        assert len(set(reported)) == len(reported) and unconfirmed <= set(reported) <= set(given)
+        again = [transfer.submit(Copy("store", ((page, page),))) for page in range(len(given))]
+        reported += self.reported(transfer, set(again))
+        assert len(set(reported)) == len(reported), "a ticket is reported twice"
+        assert set(again) <= set(reported) <= {*given, *again}
+
+    def reported(self, transfer: Transfer, wanted: set[int]) -> list[int]:
+        """Tickets reported until the wanted ones were, or patience is over, whether they failed or not."""
+        tickets: list[int] = []
+        give_up = time.monotonic() + self.patience_s
+        while not wanted <= set(tickets) and time.monotonic() < give_up:
+            tickets += [completion.ticket for completion in transfer.poll()]
+        return tickets
 
     def test_a_store_over_it_stays_whole_and_brings_everything_back(self) -> None:
         """Also with no host page at all: then nothing leaves the device."""
@@ -269,6 +287,21 @@ class TransferContentsConformance(TransferConformance):
         assert [self.contents(transfer, page) for page in (0, 7)] == [before[1], before[2]]
         self.fill(transfer, 1, 9)
         assert self.contents(transfer, 2) == self.contents(transfer, 1), "nothing else was written"
+
+    def test_what_is_confirmed_touches_its_pages_no_more(self) -> None:
+        transfer = self.make()
+        for page in range(4):
+            self.fill(transfer, page, page)
+        self.copy(transfer, "store", *((page, page) for page in range(4)))
+        tickets = [transfer.submit(Copy("load", ((4 + page, page),))) for page in range(4)]
+        confirmed = [page for page, ticket in enumerate(tickets) if transfer.abort(ticket)]
+        for page in confirmed:
+            self.fill(transfer, 4 + page, 9)
+        after = [self.contents(transfer, 4 + page) for page in confirmed]
+        late = {ticket for page, ticket in enumerate(tickets) if page not in confirmed}
+        late.add(transfer.submit(Copy("load", ((0, 3),))))
+        assert late <= set(self.reported(transfer, late))
+        assert [self.contents(transfer, 4 + page) for page in confirmed] == after
 
     def test_copies_submitted_together_do_not_mix(self) -> None:
         transfer = self.make()

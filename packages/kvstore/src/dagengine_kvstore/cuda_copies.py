@@ -7,24 +7,25 @@ the other:
     load                copies: host to buffer ──► kernels: scatter       end: kernels
 
 A buffer is written again when what read it last has ended. Copies that take no buffer run on the stream at the end.
+What is queued begins before the rest was prepared: the host's work is hidden behind the first part's copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 
+import numpy as np
 import torch
 
 from dagengine_kvstore import page_kernel
 from dagengine_kvstore.cuda_driver import CudaDriver
 from dagengine_kvstore.errors import KVStoreError
-from dagengine_kvstore.extents import Method, choose, stretches
+from dagengine_kvstore.extents import Method, Numbers, choose, parts, stretches
 from dagengine_kvstore.host_arena import HostArena
 from dagengine_kvstore.torch_arena import TorchArena
 from dagengine_kvstore.torch_copies import Direction
 
-STAGING_BYTES = 16 << 20
+STAGING_BYTES = 32 << 20
 GATHER_PROGRAMS = 64
 HOST_PROGRAMS = 32
 
@@ -38,10 +39,8 @@ class _Lane:
         self.buffers = [
             torch.empty(num_slots * page_bytes, dtype=torch.uint8, device=device) for _ in range(2)
         ]
-        slots = [
-            [buffer.data_ptr() + slot * page_bytes for slot in range(num_slots)] for buffer in self.buffers
-        ]
-        self.slots = torch.tensor(slots, dtype=torch.int64, device=device)
+        slots = [buffer.data_ptr() + page_bytes * np.arange(num_slots) for buffer in self.buffers]
+        self.slots = torch.from_numpy(np.stack(slots)).to(device)
         self.free = [torch.cuda.Event(), torch.cuda.Event()]
         self.turn = 0
 
@@ -77,14 +76,19 @@ class CudaCopies:
         self._pinned: list[int] = []
         host.pin = self._pin
         self._device = arena.layer(0).device
-        self._addresses = [arena.layer(layer).data_ptr() for layer in range(arena.num_layers)]
+        addresses = [arena.layer(layer).data_ptr() for layer in range(arena.num_layers)]
+        self._addresses = np.array(addresses, np.int64)
+        self._chunks = np.zeros(
+            -(-host.num_pages // host.chunk_pages), np.int64
+        )  # addresses; 0: not asked for
         self._layer_bytes = arena.page_bytes // arena.num_layers
+        self._layer_offsets = np.arange(arena.num_layers) * self._layer_bytes
         self._page_bytes = arena.page_bytes
         self._copy = driver.copy_batch if batch and driver.has_batches else driver.copy
         self._gather_programs, self._host_programs = gather_programs, host_programs
         self._num_slots = max(1, staging_bytes // self._page_bytes)
         with torch.cuda.device(self._device):
-            self._layers = torch.tensor(self._addresses, dtype=torch.int64, device=self._device)
+            self._layers = torch.tensor(addresses, dtype=torch.int64, device=self._device)
             self._lanes: dict[Direction, _Lane] = {
                 "store": _Lane(self._device, self._num_slots, self._page_bytes),
                 "load": _Lane(self._device, self._num_slots, self._page_bytes),
@@ -98,27 +102,26 @@ class CudaCopies:
         event.record(self._compute or torch.cuda.current_stream(self._device))
         return event
 
-    def issue(
-        self, kind: Direction, pages: Sequence[tuple[int, int]], after: Sequence[torch.cuda.Event]
-    ) -> torch.cuda.Event:
-        """Queue copies of (device page, host page) pairs behind `after`; the event of their end."""
+    def issue(self, kind: Direction, pages: Numbers, after: Sequence[torch.cuda.Event]) -> torch.cuda.Event:
+        """Queue copies of `[2, num_pages]` device and host pages behind `after`; the event of their end."""
         lane = self._lanes[kind]
         last = lane.copies if kind == "store" else lane.kernels
-        ordered = sorted(pages, key=itemgetter(1))
-        devices = [device for device, _ in ordered]
-        hosts = self._host.addresses([page for _, page in ordered])
-        method = self._method or choose(devices, hosts, len(self._addresses), self._layer_bytes)
+        if (pages[1, 1:] < pages[1, :-1]).any():
+            pages = pages[:, np.argsort(pages[1])]
+        devices, hosts = pages
+        addresses = self._host_addresses(hosts)
+        method = self._method or choose(devices, addresses, len(self._addresses), self._layer_bytes)
         with torch.cuda.device(self._device):
             for event in after:
                 lane.kernels.wait_event(event)
                 lane.copies.wait_event(event)
             if method is Method.DIRECT:
-                self._queue_direct(kind, devices, hosts, last)
+                self._queue_direct(kind, devices, addresses, last)
             elif method is Method.STAGED:
-                self._queue_staged(kind, devices, hosts, lane)
-            else:
+                self._queue_staged(kind, devices, addresses, lane)
+            elif len(devices):
                 with torch.cuda.stream(last):
-                    table = self._table(devices, hosts)
+                    table = self._table(devices, addresses)
                     self._run_kernel(kind, table[0], table[1], self._host_programs)
             return last.record_event()
 
@@ -142,57 +145,56 @@ class CudaCopies:
             if self._driver.device_address(address) != address:
                 raise KVStoreError("device_error", "the device finds pinned memory at other addresses")
 
+    def _host_addresses(self, hosts: Numbers) -> Numbers:
+        """Where host pages begin; their memory is mapped and pinned then."""
+        chunks, places = np.divmod(hosts, self._host.chunk_pages)
+        for chunk in np.unique(chunks[self._chunks[chunks] == 0]).tolist():
+            self._chunks[chunk] = self._host.address(chunk * self._host.chunk_pages)
+        found: Numbers = self._chunks[chunks] + places * self._page_bytes
+        return found
+
     def _queue_direct(
-        self, kind: Direction, devices: Sequence[int], hosts: Sequence[int], stream: torch.cuda.Stream
+        self, kind: Direction, devices: Numbers, hosts: Numbers, stream: torch.cuda.Stream
     ) -> None:
         size = self._layer_bytes
-        near: list[int] = []
-        far: list[int] = []
         if len(self._addresses) == 1:
-            runs = stretches(hosts, self._page_bytes, devices)
-            near = [self._addresses[0] + devices[first] * size for first, _ in runs]
-            far = [hosts[first] for first, _ in runs]
-            self._move(kind, near, far, [count * size for _, count in runs], stream)
-            return
-        for device, host in zip(devices, hosts, strict=True):
-            near += [address + device * size for address in self._addresses]
-            far += range(host, host + self._page_bytes, size)
-        self._move(kind, near, far, [size] * len(near), stream)
+            firsts, counts = stretches(hosts, self._page_bytes, devices)
+            near, far, sizes = self._addresses[0] + devices[firsts] * size, hosts[firsts], counts * size
+        else:
+            near = (self._addresses + devices[:, None] * size).ravel()
+            far = (self._layer_offsets + hosts[:, None]).ravel()
+            sizes = np.full(len(near), size)
+        for part in parts(sizes):
+            self._move(kind, near[part], far[part], sizes[part], stream)
 
-    def _queue_staged(
-        self, kind: Direction, devices: Sequence[int], hosts: Sequence[int], lane: _Lane
-    ) -> None:
+    def _queue_staged(self, kind: Direction, devices: Numbers, hosts: Numbers, lane: _Lane) -> None:
+        table: torch.Tensor | None = None
         with torch.cuda.stream(lane.kernels):
-            (table,) = self._table(devices)
             for begin in range(0, len(devices), self._num_slots):
                 turn, lane.turn = lane.turn, 1 - lane.turn
-                part = hosts[begin : begin + self._num_slots]
-                pages, slots = table[begin : begin + len(part)], lane.slots[turn, : len(part)]
-                runs = stretches(part, self._page_bytes)
-                base = lane.buffers[turn].data_ptr()
-                near = [base + first * self._page_bytes for first, _ in runs]
-                far = [part[first] for first, _ in runs]
-                sizes = [count * self._page_bytes for _, count in runs]
-                if kind == "store":
+                part = slice(begin, begin + self._num_slots)
+                firsts, counts = stretches(hosts[part], self._page_bytes)
+                near = lane.buffers[turn].data_ptr() + firsts * self._page_bytes
+                far, sizes = hosts[part][firsts], counts * self._page_bytes
+                if kind == "load":
+                    lane.copies.wait_event(lane.free[turn])
+                    self._move(kind, near, far, sizes, lane.copies)
+                    lane.kernels.wait_event(lane.copies.record_event())
+                else:
                     lane.kernels.wait_event(lane.free[turn])
-                    self._run_kernel(kind, pages, slots, self._gather_programs)
+                if table is None:  # a load's first copies are under way
+                    (table,) = self._table(devices)
+                pages = table[part]
+                self._run_kernel(kind, pages, lane.slots[turn, : len(pages)], self._gather_programs)
+                if kind == "store":
                     lane.copies.wait_event(lane.kernels.record_event())
                     self._move(kind, near, far, sizes, lane.copies)
                     lane.free[turn].record(lane.copies)
                 else:
-                    lane.copies.wait_event(lane.free[turn])
-                    self._move(kind, near, far, sizes, lane.copies)
-                    lane.kernels.wait_event(lane.copies.record_event())
-                    self._run_kernel(kind, pages, slots, self._gather_programs)
                     lane.free[turn].record(lane.kernels)
 
     def _move(
-        self,
-        kind: Direction,
-        near: Sequence[int],
-        far: Sequence[int],
-        sizes: Sequence[int],
-        stream: torch.cuda.Stream,
+        self, kind: Direction, near: Numbers, far: Numbers, sizes: Numbers, stream: torch.cuda.Stream
     ) -> None:
         targets, sources = (far, near) if kind == "store" else (near, far)
         self._copy(targets, sources, sizes, stream.cuda_stream)
@@ -205,7 +207,9 @@ class CudaCopies:
             self._layers, devices, others, self._layer_bytes, store=store, num_programs=num_programs
         )
 
-    def _table(self, *rows: Sequence[int]) -> torch.Tensor:
+    def _table(self, *rows: Numbers) -> torch.Tensor:
         """Rows of int64 on the device, queued on the current stream."""
-        host = torch.tensor(rows, dtype=torch.int64, pin_memory=True)
+        host = torch.empty((len(rows), len(rows[0])), dtype=torch.int64, pin_memory=True)
+        for target, row in zip(host.numpy(), rows, strict=True):
+            target[:] = row
         return host.to(self._device, non_blocking=True)

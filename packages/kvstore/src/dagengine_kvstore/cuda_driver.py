@@ -6,12 +6,11 @@ The calling thread must have a current context, which any call of torch.cuda on 
 from __future__ import annotations
 
 import ctypes
-from array import array
-from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, Structure, addressof, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
 from dagengine_kvstore.errors import KVStoreError
+from dagengine_kvstore.extents import Numbers
 
 PORTABLE, DEVICEMAP = 1, 2
 IN_STREAM_ORDER = 1
@@ -43,6 +42,8 @@ class CudaDriver:
         self._cuda.cuMemHostUnregister.argtypes = [c_void_p]
         self._cuda.cuMemHostGetDevicePointer_v2.argtypes = [POINTER(c_uint64), c_void_p, c_uint]
         self._cuda.cuMemcpyAsync.argtypes = [c_uint64, c_uint64, c_size_t, c_void_p]
+        self._attributes = _CopyAttributes(IN_STREAM_ORDER, _Location(), _Location(), OVERLAP_WITH_COMPUTE)
+        self._first = c_size_t(0)  # of the copies that have these attributes
         self._batch, self._tells_failure = None, False
         for name, tells_failure in (("cuMemcpyBatchAsync_v2", False), ("cuMemcpyBatchAsync", True)):
             if self._batch is None and hasattr(self._cuda, name):
@@ -78,25 +79,28 @@ class CudaDriver:
         self._check(done, "cuMemHostGetDevicePointer")
         return found.value
 
-    def copy(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> None:
-        """Queue one copy per extent, in this order."""
+    def copy(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
+        """Queue one copy per extent, in this order. Addresses and bytes, `[num_extents]` each."""
         copy = self._cuda.cuMemcpyAsync
-        for target, source, size in zip(targets, sources, sizes, strict=True):
+        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self._check(copy(target, source, size, stream), "cuMemcpyAsync")
 
-    def copy_batch(
-        self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int
-    ) -> None:
-        """Queue all extents in one call, in any order among themselves; `stream` is not the default stream."""
-        assert self._batch is not None
-        count = len(sizes)
-        if not count:
+    def copy_batch(self, targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
+        """As `copy`, in one call, in any order among themselves; `stream` is not the default stream."""
+        assert self._batch is not None and len(targets) == len(sources) == len(sizes)
+        if not len(sizes):
             return
-        words = [array("Q", values) for values in (targets, sources, sizes, (0,))]
-        arrays = [word.buffer_info()[0] for word in words]
-        attributes = _CopyAttributes(IN_STREAM_ORDER, _Location(), _Location(), OVERLAP_WITH_COMPUTE)
-        tail = [byref(c_size_t()), stream] if self._tells_failure else [stream]
-        done = self._batch(*arrays[:3], count, byref(attributes), arrays[3], 1, *tail)
+        assert all(array.flags.c_contiguous for array in (targets, sources, sizes))
+        done = self._batch(
+            targets.ctypes.data,
+            sources.ctypes.data,
+            sizes.ctypes.data,
+            len(sizes),
+            byref(self._attributes),
+            addressof(self._first),
+            1,
+            *((byref(c_size_t()), stream) if self._tells_failure else (stream,)),
+        )
         self._check(done, "cuMemcpyBatchAsync")
 
     def _check(self, result: int, call: str) -> None:

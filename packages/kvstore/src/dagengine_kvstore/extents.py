@@ -5,20 +5,28 @@
                   └─┬─┘ │      behind each other on both sides: one extent, if there is one layer; with several, every
                   └──┬──┘      page in every layer is one. Behind each other on the host: one extent of the host
 
-    direct   the copy engine moves the extents of both sides                             512 KiB and more, in the mean
+    direct   the copy engine moves the extents of both sides                             128 KiB and more, in the mean
     staged   a kernel gathers into a buffer, the copy engine moves the host's extents    256 KiB and more, likewise
     kernel   a kernel reads and writes pinned host memory                                the rest
 
-Where the host's extents are no larger than those of both sides, a buffer gains nothing: from 256 KiB on that is direct.
+Direct copies take the least of a running step's bandwidth; below 128 KiB queueing them takes the host longer than
+copying takes the device. Arrays are int64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from enum import StrEnum
 
-DIRECT_BYTES = 512 << 10
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+
+DIRECT_BYTES = 128 << 10
 STAGED_BYTES = 256 << 10
+FIRST_PART_BYTES = 4 << 20
+MOST_PART_BYTES = 32 << 20
 
 
 class Method(StrEnum):
@@ -27,34 +35,42 @@ class Method(StrEnum):
     KERNEL = "kernel"
 
 
-def stretches(
-    addresses: Sequence[int], page_bytes: int, devices: Sequence[int] | None = None
-) -> list[tuple[int, int]]:
-    """(first index, count) of maximal stretches of host pages that lie behind each other in memory.
+def stretches(addresses: Numbers, page_bytes: int, devices: Numbers | None = None) -> tuple[Numbers, Numbers]:
+    """First index and count of each maximal stretch of host pages that lie behind each other in memory.
 
     Args:
-        devices: device pages that must go up by one, too.
+        addresses: [num_pages], of host pages, ascending.
+        devices: [num_pages], device pages that must go up by one, too.
     """
-    found: list[tuple[int, int]] = []
-    first = 0
-    for index in range(1, len(addresses) + 1):
-        count = index - first
-        if (
-            index == len(addresses)
-            or addresses[index] != addresses[first] + count * page_bytes
-            or (devices is not None and devices[index] != devices[first] + count)
-        ):
-            found.append((first, count))
-            first = index
-    return found
+    broken = np.diff(addresses) != page_bytes
+    if devices is not None:
+        broken |= np.diff(devices) != 1
+    firsts = np.flatnonzero(np.concatenate(([len(addresses) > 0], broken)))
+    return firsts, np.diff(firsts, append=len(addresses))
 
 
-def choose(devices: Sequence[int], addresses: Sequence[int], num_layers: int, layer_bytes: int) -> Method:
+def choose(devices: Numbers, addresses: Numbers, num_layers: int, layer_bytes: int) -> Method:
     """The method for these pages, by the mean size of an extent. `layer_bytes` is what a page has in one layer."""
     page_bytes = num_layers * layer_bytes
     total = len(addresses) * page_bytes
-    host = len(stretches(addresses, page_bytes))
-    both = len(stretches(addresses, page_bytes, devices)) if num_layers == 1 else len(addresses) * num_layers
-    if total >= DIRECT_BYTES * both or (both == host and total >= STAGED_BYTES * both):
+    if num_layers > 1:
+        both = len(addresses) * num_layers
+    else:
+        both = len(stretches(addresses, page_bytes, devices)[0])
+    if total >= DIRECT_BYTES * both:
         return Method.DIRECT
+    host = len(stretches(addresses, page_bytes)[0])
     return Method.STAGED if total >= STAGED_BYTES * host else Method.KERNEL
+
+
+def parts(sizes: Numbers) -> Iterator[slice]:
+    """Stretches of extents to be queued one after the other, so that the device begins while the host goes on.
+
+    The first has 4 MiB, the following twice as much each up to 32 MiB, or one extent if that is more.
+    """
+    ends = np.cumsum(sizes)
+    begin, done, most = 0, 0, FIRST_PART_BYTES
+    while begin < len(sizes):
+        end = max(begin + 1, int(np.searchsorted(ends, done + most, side="right")))
+        yield slice(begin, end)
+        begin, done, most = end, int(ends[end - 1]), min(2 * most, MOST_PART_BYTES)

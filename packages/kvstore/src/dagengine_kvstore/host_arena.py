@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from dagengine_kvstore.errors import KVStoreError
 
@@ -26,6 +26,7 @@ class HostArena:
         chunk_bytes: what is mapped at once, rounded up to whole pages.
 
     Attributes:
+        chunk_pages: pages that are mapped, and lie behind each other, at once.
         pin: called with address and size of every chunk that is mapped; if it raises, the chunk is not.
 
     Raises KVStoreError `invalid_size` for a size below 1, or a negative number of pages.
@@ -49,7 +50,7 @@ class HostArena:
                 )
         self.num_pages = num_pages
         self.page_bytes = page_bytes
-        self._chunk_pages = min(-(-chunk_bytes // page_bytes), max(num_pages, 1))
+        self.chunk_pages = min(-(-chunk_bytes // page_bytes), max(num_pages, 1))
         self._chunks: dict[int, tuple[mmap.mmap, int]] = {}  # memory and its address
         self._lock = threading.Lock()
         self.pin: Callable[[int, int], None] | None = None
@@ -61,19 +62,13 @@ class HostArena:
 
     def prepare(self, num_pages: int) -> None:
         """Map the first `num_pages` pages now, so that no copy has to wait for it. Raises as `page`."""
-        for page in range(0, num_pages, self._chunk_pages):
+        for page in range(0, num_pages, self.chunk_pages):
             self.address(page)
 
     def address(self, page: int) -> int:
         """Where a page begins. Page n+1 begins where page n ends if both are in one chunk. Raises as `page`."""
         _, address, offset = self._locate(page)
         return address + offset
-
-    def addresses(self, pages: Sequence[int]) -> list[int]:
-        """`address` of each page."""
-        size, count = self.page_bytes, self._chunk_pages
-        bases = {index: self.address(index * count) for index in {page // count for page in pages}}
-        return [bases[page // count] + page % count * size for page in pages]
 
     def page(self, page: int) -> memoryview:
         """The bytes of a page, to be read or written; not a copy.
@@ -88,16 +83,16 @@ class HostArena:
             raise KVStoreError(
                 "capacity", f"host page {page} is not inside [0, {self.num_pages})", field="pages"
             )
-        index = page // self._chunk_pages
+        index = page // self.chunk_pages
         if index not in self._chunks:
             with self._lock:
                 if index not in self._chunks:
                     self._chunks[index] = self._map(index)
         memory, address = self._chunks[index]
-        return memory, address, page % self._chunk_pages * self.page_bytes
+        return memory, address, page % self.chunk_pages * self.page_bytes
 
     def _map(self, index: int) -> tuple[mmap.mmap, int]:
-        pages = min(self._chunk_pages, self.num_pages - index * self._chunk_pages)
+        pages = min(self.chunk_pages, self.num_pages - index * self.chunk_pages)
         memory = mmap.mmap(-1, pages * self.page_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)  # pinning walks every page of memory

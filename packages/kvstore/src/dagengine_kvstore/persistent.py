@@ -129,14 +129,17 @@ class PersistentTransfer:
         return done
 
     def abort(self, ticket: int) -> bool:
-        """As the inner transfer's."""
+        """As the inner transfer's. What is confirmed is not written to files either."""
         if ticket in self._held:
             del self._held[ticket]
             self._refused.append(Completion(ticket, "aborted"))
             return True
         for inner, (own, _) in self._running.items():
             if own == ticket:
-                return self._inner.abort(inner)
+                confirmed = self._inner.abort(inner)
+                if confirmed:
+                    del self._running[inner]
+                return confirmed
         return True
 
     def holds(self, key: bytes) -> bool:

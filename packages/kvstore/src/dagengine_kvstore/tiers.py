@@ -85,14 +85,15 @@ class Transfer(Protocol):
         ...
 
     def poll(self) -> Sequence[Completion]:
-        """Completions not reported yet, without waiting; every ticket is reported once, or was aborted."""
+        """Completions not reported yet, without waiting; every ticket is reported once, or `abort` has confirmed it."""
         ...
 
     def abort(self, ticket: int) -> bool:
         """Give a copy up, without waiting.
 
-        Returns: True if from now on the ticket touches none of its pages, also for one that has ended or never was;
-        its completion may still be reported. False if that cannot be said: its completion will be reported.
+        Returns: True if from now on the ticket touches none of its pages, also for one that has ended or never was; its
+        completion may still be reported, with an error or without. False if that cannot be said: its completion will
+        be reported.
         """
         ...
 

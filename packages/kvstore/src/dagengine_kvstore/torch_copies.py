@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 
+from dagengine_kvstore.extents import Numbers
 from dagengine_kvstore.host_arena import HostArena
 from dagengine_kvstore.torch_arena import TorchArena
 
 Direction = Literal["store", "load"]
+
+
+def page_rows(pages: Sequence[tuple[int, int]]) -> Numbers:
+    """(device page, host page) pairs as `[2, num_pages]`: device pages, host pages."""
+    flat = np.fromiter(chain.from_iterable(pages), np.int64, 2 * len(pages))
+    return np.ascontiguousarray(flat.reshape(-1, 2).T)
 
 
 class Mark(Protocol):
@@ -28,8 +37,12 @@ class Copies(Protocol):
         """The end of everything that the compute stream was given so far."""
         ...
 
-    def issue(self, kind: Direction, pages: Sequence[tuple[int, int]], after: Sequence[Any]) -> Mark:
-        """Start copies of (device page, host page) pairs behind `after`; the mark of their end."""
+    def issue(self, kind: Direction, pages: Numbers, after: Sequence[Any]) -> Mark:
+        """Start copies behind `after`; the mark of their end.
+
+        Args:
+            pages: int64 `[2, num_pages]`: device pages, and the host page of each.
+        """
         ...
 
     def wait(self) -> None:
@@ -57,8 +70,8 @@ class CpuCopies:
     def mark(self) -> Mark:
         return _Ended()
 
-    def issue(self, kind: Direction, pages: Sequence[tuple[int, int]], after: Sequence[Any]) -> Mark:
-        for device, host in pages:
+    def issue(self, kind: Direction, pages: Numbers, after: Sequence[Any]) -> Mark:
+        for device, host in pages.T.tolist():
             rows = torch.frombuffer(self._host.page(host), dtype=torch.uint8).view(len(self._layers), -1)
             for layer, row in zip(self._layers, rows, strict=True):
                 if kind == "store":

@@ -18,11 +18,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dagengine_kvstore.errors import KVStoreError
+from dagengine_kvstore.extents import Numbers
 from dagengine_kvstore.host_arena import CHUNK_BYTES, HostArena
 from dagengine_kvstore.tiers import Completion, Copy
 from dagengine_kvstore.torch_arena import TorchArena
-from dagengine_kvstore.torch_copies import Copies, CpuCopies, Direction, Mark
+from dagengine_kvstore.torch_copies import Copies, CpuCopies, Direction, Mark, page_rows
 
 PACED_BYTES = 16 << 20
 BURST_S = 0.05
@@ -31,7 +34,8 @@ BURST_S = 0.05
 @dataclass(eq=False)
 class _Ticket:
     number: int
-    copy: Copy
+    kind: Direction
+    pages: Numbers  # [2, num_pages]: device pages, host pages
     mark: Mark | None  # of the compute stream at the submit of a store
     after: list[_Ticket]
     issued: int = 0  # pages
@@ -40,7 +44,7 @@ class _Ticket:
 
     @property
     def is_issued(self) -> bool:
-        return self.error is not None or self.issued == len(self.copy.pages)
+        return self.error is not None or self.issued == self.pages.shape[1]
 
     @property
     def is_done(self) -> bool:
@@ -54,8 +58,8 @@ class TorchTransfer:
         arena: the device's pages.
         num_host_pages: of the host tier; memory is mapped, and pinned for a GPU, in chunks as pages are first used.
         chunk_bytes: of such a chunk.
-        store_bytes_per_s: stores are issued no faster, in parts of 16 MiB, by `submit` and `poll`, so that they leave
-            bandwidth to running steps; None: all at once. Loads are never held back.
+        store_bytes_per_s: stores are issued no faster, in parts of 16 MiB or of what is due, by `submit` and `poll`, so
+            that they leave bandwidth to running steps; None: all at once. Loads are never held back.
         copies: makes what copies, from the arena and the host pages; None: CpuCopies, or CudaCopies as it is.
         clock: seconds, for `store_bytes_per_s`.
 
@@ -86,9 +90,10 @@ class TorchTransfer:
         self._part = max(1, PACED_BYTES // arena.page_bytes)
         self._queues: dict[Direction, deque[_Ticket]] = {"store": deque(), "load": deque()}
         self._open: dict[int, _Ticket] = {}
-        # The last ticket over each device page, and over each host page.
-        self._newest: tuple[dict[int, _Ticket], dict[int, _Ticket]] = ({}, {})
+        # The number of the last ticket over each device page, and over each host page; 0: none.
+        self._newest = (np.zeros(arena.num_pages, np.int64), np.zeros(num_host_pages, np.int64))
         self._next = 1
+        self._skipped: dict[int, list[_Ticket]] = {}  # by an aborted ticket's number: what it waited for
         self._closed = False
         self._close_copies = weakref.finalize(self, self._copies.close)
 
@@ -103,17 +108,16 @@ class TorchTransfer:
             KVStoreError `capacity` for a page that is not there, `invalid_pages` for one that comes twice,
             `transfer_closed`.
         """
-        sides = self._sides(copy)
-        before: dict[_Ticket | None, None] = {}
-        for newest, pages in zip(self._newest, sides, strict=True):
-            before.update(dict.fromkeys(map(newest.get, pages)))
-        before.pop(None, None)
+        pages = self._rows(copy)
+        before = self._before(pages)
         mark = self._copies.mark() if copy.kind == "store" else None
-        ticket = _Ticket(self._next, copy, mark, [one for one in before if one is not None])
+        ticket = _Ticket(self._next, copy.kind, pages, mark, before)
         self._next += 1
         self._open[ticket.number] = ticket
-        for newest, pages in zip(self._newest, sides, strict=True):
-            newest.update(dict.fromkeys(pages, ticket))
+        for newest, side in zip(self._newest, pages, strict=True):
+            newest[side] = ticket.number
+        if copy.kind == "store" and not self._queues["store"]:
+            self._paid_until = max(self._paid_until, self._clock())  # nothing is saved up while nothing waits
         self._queues[copy.kind].append(ticket)
         self._issue()
         return ticket.number
@@ -123,7 +127,12 @@ class TorchTransfer:
         self._issue()
         done = [ticket for ticket in self._open.values() if ticket.is_done]
         for ticket in done:
-            self._forget(ticket)
+            del self._open[ticket.number]
+            ticket.after.clear()
+        if self._skipped:
+            self._skipped = {
+                number: left for number, left in self._skipped.items() if any(map(self._is_open, left))
+            }
         return tuple(Completion(ticket.number, ticket.error) for ticket in done)
 
     def abort(self, ticket: int) -> bool:
@@ -134,8 +143,10 @@ class TorchTransfer:
         if found is None:
             return True
         if not found.is_issued:
-            self._queues[found.copy.kind].remove(found)
+            self._queues[found.kind].remove(found)
             found.error = "aborted"
+            if found.end is None:
+                self._skip(found)
         return found.is_done
 
     def close(self) -> None:
@@ -147,21 +158,48 @@ class TorchTransfer:
             queue.clear()
         self._close_copies()
 
-    def _sides(self, copy: Copy) -> tuple[Sequence[int], Sequence[int]]:
-        """Device pages and host pages of a copy that can be submitted."""
+    def _rows(self, copy: Copy) -> Numbers:
+        """The pages of a copy that can be submitted, in the order of the host's."""
         if self._closed:
             raise KVStoreError("transfer_closed", "this transfer was closed")
-        devices, hosts = zip(*copy.pages, strict=True) if copy.pages else ((), ())
-        for side, pages, limit in (
-            ("device", devices, self._num_device_pages),
-            ("host", hosts, self.num_host_pages),
+        pages = page_rows(copy.pages)
+        if not copy.pages:
+            return pages
+        pages = pages[:, np.argsort(pages[1])]
+        for side, ordered, limit in (
+            ("device", np.sort(pages[0]), self._num_device_pages),
+            ("host", pages[1], self.num_host_pages),
         ):
-            if pages and not 0 <= min(pages) <= max(pages) < limit:
-                message = f"{side} pages {min(pages)} to {max(pages)} are not inside [0, {limit})"
+            if not 0 <= ordered[0] <= ordered[-1] < limit:
+                message = f"{side} pages {ordered[0]} to {ordered[-1]} are not inside [0, {limit})"
                 raise KVStoreError("capacity", message, field="pages")
-            if len(set(pages)) < len(pages):
+            if (ordered[1:] == ordered[:-1]).any():
                 raise KVStoreError("invalid_pages", f"a {side} page comes twice in one copy", field="pages")
-        return devices, hosts
+        return pages
+
+    def _before(self, pages: Numbers) -> list[_Ticket]:
+        """The last tickets over these pages, as far as they are open."""
+        if not self._open:
+            return []
+        oldest = min([next(iter(self._open)), *self._skipped])
+        found: dict[_Ticket, None] = {}
+        for newest, side in zip(self._newest, pages, strict=True):
+            last = newest[side]
+            for number in np.unique(last[last >= oldest]).tolist():
+                one = self._open.get(number)
+                found.update(dict.fromkeys(self._skipped.get(number, () if one is None else (one,))))
+        return [ticket for ticket in found if self._is_open(ticket)]
+
+    def _is_open(self, ticket: _Ticket) -> bool:
+        return ticket.number in self._open
+
+    def _skip(self, ticket: _Ticket) -> None:
+        """Who would run behind this ticket, of which nothing was issued, runs behind what it has waited for."""
+        instead = self._skipped[ticket.number] = list(ticket.after)
+        for waits in (*(other.after for other in self._open.values()), *self._skipped.values()):
+            if ticket in waits:
+                waits.remove(ticket)
+                waits.extend(one for one in instead if one not in waits)
 
     def _issue(self) -> None:
         """Issue what no earlier ticket and no rate holds back, in order of each direction."""
@@ -178,34 +216,25 @@ class TorchTransfer:
     def _may_issue(self, ticket: _Ticket) -> bool:
         if not all(before.is_issued for before in ticket.after):
             return False
-        return ticket.copy.kind == "load" or self._rate is None or self._paid_until <= self._clock()
+        return ticket.kind == "load" or self._rate is None or self._paid_until <= self._clock()
 
     def _issue_part(self, ticket: _Ticket) -> None:
-        copy, begin = ticket.copy, ticket.issued
-        paced = copy.kind == "store" and self._rate is not None
-        pages = copy.pages[begin : begin + self._part] if paced else copy.pages[begin:]
+        pages = ticket.pages[:, ticket.issued :]
+        if ticket.kind == "store" and self._rate is not None:
+            since = max(self._paid_until, self._clock() - BURST_S)
+            due = int((self._clock() - since) * self._rate / self.host.page_bytes)
+            pages = pages[:, : max(due, self._part)]
+            self._paid_until = since + pages.shape[1] * self.host.page_bytes / self._rate
         after = [before.end for before in ticket.after if before.end is not None]
         if ticket.mark is not None:
             after.append(ticket.mark)
         try:
-            ticket.end = self._copies.issue(copy.kind, pages, after)
+            ticket.end = self._copies.issue(ticket.kind, pages, after)
         except (KVStoreError, RuntimeError, OSError) as error:  # no memory, or a fault of the device
             self._copies.wait()
             ticket.error = f"{type(error).__name__}: {error}"
             return
-        ticket.issued += len(pages)
-        if self._rate is not None and paced:
-            since = max(self._paid_until, self._clock() - BURST_S)
-            self._paid_until = since + len(pages) * self.host.page_bytes / self._rate
-
-    def _forget(self, ticket: _Ticket) -> None:
-        del self._open[ticket.number]
-        ticket.after.clear()
-        sides = zip(*ticket.copy.pages, strict=True)
-        for newest, pages in zip(self._newest, sides, strict=False):  # no sides: no pages
-            for page in pages:
-                if newest.get(page) is ticket:
-                    del newest[page]
+        ticket.issued += pages.shape[1]
 
 
 def _copies_of(arena: TorchArena) -> Callable[[TorchArena, HostArena], Copies]:
