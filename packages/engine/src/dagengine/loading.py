@@ -61,6 +61,18 @@ class Loading:
         self._await(owner, reads)
         return on_way
 
+    def out_of_reach(self, owner: Sequence, reads: SequenceOf[Read]) -> bool:
+        """Whether something of `reads` cannot be computed again, and loading it failed too often for `owner`, or is lost."""
+        store = self._store
+        for node in dict.fromkeys(read.node for read in reads if not read.node.recomputable):
+            failed = store.failed_loads(node)
+            if (
+                store.is_lost(node)
+                or failed - owner.failed_loads.setdefault(node.uid, failed) >= store.max_failures
+            ):
+                return True
+        return False
+
     def end(self) -> bool:
         """Claim nothing any more. Returns whether anything was claimed."""
         claimed, self._claimed, self.owner = self._claimed, (), None
