@@ -62,7 +62,7 @@ class Loading:
         return on_way
 
     def out_of_reach(self, owner: Sequence, reads: SequenceOf[Read]) -> bool:
-        """Whether something of `reads` cannot be computed again, and loading it failed too often for `owner`, or is lost."""
+        """Whether part of `reads` cannot be computed again, and loading it failed too often for `owner`, or is lost."""
         store = self._store
         for node in dict.fromkeys(read.node for read in reads if not read.node.recomputable):
             failed = store.failed_loads(node)

@@ -28,6 +28,7 @@ from .held import HeldInput, HeldParams
 from .inputs import new_request_id
 from .prompt_cache import PromptCache
 from .request import ContextRef, FinishedEvent, Keep, Request, SpanName, check_parent
+from .retrievers import guarded
 from .sampling import SamplingParams, seed_after
 from .state import State
 from .tokenizer import ChatPrompt
@@ -164,11 +165,13 @@ def encode_query(
 
     Raises:
         DagError: the field is the path of the subtree, in the given query or in the planned one. `unsupported` where
-            the model has no tokenizer, or calls name different models: an engine has one.
+            the model has no tokenizer, or calls name different models: an engine has one. `internal` where the
+            retriever failed.
     """
     try:
         limits = {} if max_nodes is None else {"max_nodes": max_nodes}
-        planned = plan(query, retriever=retriever, reduce=reduce, **limits)
+        finds = retriever and guarded(retriever)
+        planned = plan(query, retriever=finds, reduce=reduce, **limits)
         lowered = lower(planned)
     except GraphError as error:
         raise as_dag_error(error) from None
