@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from dagengine import DagError, SamplingParams
@@ -26,10 +26,10 @@ from ..parsing import read_json
 from ..service import Service
 from ..sse import DONE, PING, EventStream, data_event, error_event
 from ..submission import Submission
-from .common import id_of, json_response, off_loop, run_all, service_of, tenant_of
+from .common import check_parameters, id_of, json_response, off_loop, run_all, service_of, tenant_of
 from .states import checked_input
 
-router = APIRouter(prefix="/v1/graphs", tags=["graphs"])
+router = APIRouter(prefix="/v1/graphs", tags=["graphs"], dependencies=[Depends(check_parameters)])
 NODE_FIELDS = {
     "position_options": "position",
     **{field.name: f"generate.{field.name}" for field in fields(SamplingParams)},
