@@ -489,6 +489,25 @@ def test_no_name_of_ours_is_in_a_message(server: Server, body: dict[str, Any], f
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "twice"),
+    [
+        ("/v1/completions", '{"prompt": [1], "max_tokens": 1, "logit_bias": {"7": 1, "7": 2}}', "7"),
+        ("/v1/completions", '{"prompt": [1], "max_tokens": 1, "max_tokens": 1}', "max_tokens"),
+        ("/v1/completions", '{"prompt": [1], "dag": {"keep": {}, "\\u006beep": null}}', "keep"),
+        ("/v1/completions", '{"prompt": [1], "\\ud800": 1, "\\ud800": 1}', "?"),
+        ("/v1/graphs", '{"nodes": [{"id": "a", "id": "b"}]}', "id"),
+        ("/v1/query/execute", '{"g": {"model": "m", "model": "m", "input": {"user": "a"}}}', "model"),
+    ],
+)
+def test_a_field_that_is_given_twice_is_refused(server: Server, path: str, body: str, twice: str) -> None:
+    answer = server.http.post(path, content=body, headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_request", twice)
+    bias = {"prompt": [1], "max_tokens": 1, "logit_bias": {"7": 1, "07": 2}}
+    assert server.post("/v1/completions", bias).json()["error"]["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize(
     ("method", "path", "given", "wrong"),
     [
         ("POST", "/v1/query/execute", "strem=true&stream=false&salt=x", ["strem", "salt"]),

@@ -161,6 +161,9 @@ def _build_core(
     if chat_template is not None and not isinstance(chat_template, str):
         rule = f"chat_template is the text of a template, not {shown(chat_template)}"
         raise DagError("invalid_request", rule, "chat_template")
+    if chat_template is not None and not has_text:
+        message = "no tokenizer is loaded, so there is nothing that a chat template would be used for"
+        raise DagError("unsupported", message, "chat_template")
     tokenizer = Tokenizer(folder, chat_template) if has_text else None
     begin = time.perf_counter()
     if config.load_format == "dummy":
