@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from dagengine_kernels import get_backend
-from dagengine_kvstore import KVStore, KVStoreError, Transfer
+from dagengine_kvstore import KVStore, KVStoreError, Transfer, eviction_policy
 from dagengine_kvstore.directory import PageDirectory
-from dagengine_kvstore.eviction import eviction_policy
 from dagengine_kvstore.persistent import PersistentTransfer
 from dagengine_kvstore.recall import Recalls
 from dagengine_kvstore.torch_arena import TorchArena

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from dagengine_kvstore import KVStore, NodeRecord, NotResident, Read, Tier
-from dagengine_kvstore.residency import page_tier
+from dagengine_kvstore import KVStore, NodeRecord, NotResident, Read, Tier, page_tier
 
 from .sequence import Sequence
 from .stats import EngineStats

@@ -16,10 +16,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dagengine_core_graph import Artifact
-from dagengine_core_graph.errors import GraphError
-from dagengine_core_graph.query import LoweredQuery, Plan, Query, QueryNode, Retriever, lower, plan
-from dagengine_core_graph.query.lowered import MAX_TOKENS
+from dagengine_core_graph import Artifact, GraphError
+from dagengine_core_graph.query import (
+    MAX_TOKENS,
+    FindFragments,
+    LoweredQuery,
+    Plan,
+    Query,
+    QueryNode,
+    lower,
+    plan,
+)
 
 from .core import EngineCore
 from .errors import DagError, as_dag_error
@@ -153,7 +160,7 @@ def encode_query(
     prompts: PromptCache,
     *,
     salt: str = "",
-    retriever: Retriever | None = None,
+    retriever: FindFragments | None = None,
     reduce: int | None = None,
     max_nodes: int | None = None,
 ) -> EncodedQuery:

@@ -18,7 +18,7 @@ from dagengine.errors import as_dag_error
 from dagengine.explain import Explanation, explain
 from dagengine.request import Choice, FinishedEvent, TokenEvent, check_parent
 from dagengine.request import Request as EngineRequest
-from dagengine_core_graph.schema import GraphDocument, load_graph
+from dagengine_core_graph import GraphDocument, load_graph
 
 from ..answers import chat_logprobs, dag_object, usage
 from ..errors import envelope, renamed
