@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from dagengine_kernels import get_backend
-from dagengine_kvstore import KVStore, KVStoreError, Transfer
+from dagengine_kvstore import KVStore, KVStoreError, Transfer, eviction_policy
 from dagengine_kvstore.directory import PageDirectory
-from dagengine_kvstore.eviction import eviction_policy
 from dagengine_kvstore.persistent import PersistentTransfer
 from dagengine_kvstore.recall import Recalls
 from dagengine_kvstore.torch_arena import TorchArena
@@ -161,6 +160,9 @@ def _build_core(
     if chat_template is not None and not isinstance(chat_template, str):
         rule = f"chat_template is the text of a template, not {shown(chat_template)}"
         raise DagError("invalid_request", rule, "chat_template")
+    if chat_template is not None and not has_text:
+        message = "no tokenizer is loaded, so there is nothing that a chat template would be used for"
+        raise DagError("unsupported", message, "chat_template")
     tokenizer = Tokenizer(folder, chat_template) if has_text else None
     begin = time.perf_counter()
     if config.load_format == "dummy":

@@ -47,6 +47,9 @@ from .work import Phase, Restore, Work
 
 log = logging.getLogger("dagengine")
 
+REPOSITION_FIELDS = {"start": "start", "moves[0].own_start": "start"}
+"""What refusals of a reposition say of its arguments; all others are about the state."""
+
 # observer(request id, answer index, own offset of the token the logits follow, logits [vocab])
 Observer = Callable[[str, int, int, Tensor], None]
 
@@ -232,8 +235,8 @@ class EngineCore:
             mover = self._runner.page_mover()
             (made,) = self.store.reposition([Reposition(node, start, stop)], mover, copy=copy).nodes
         except Exception as error:
-            found = as_dag_error(error, "state")
-            field = "start" if (found.field or "").endswith("start") else "state"
+            found = as_dag_error(error)
+            field = REPOSITION_FIELDS.get(found.field or "", "state")
             raise DagError(found.code, found.message, field) from None
         keep = keep or Keep()
         try:

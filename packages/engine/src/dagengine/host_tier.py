@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dagengine_kvstore import Transfer
-from dagengine_kvstore.events import EventLog
+from dagengine_kvstore import EventLog, Transfer
 from dagengine_kvstore.recall import Recalls
 
 from .costs import StepCosts

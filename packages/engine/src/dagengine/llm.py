@@ -13,9 +13,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from dagengine_core_graph.errors import GraphError
-from dagengine_core_graph.query import Query, Retriever, user
-from dagengine_core_graph.query.lowered import MAX_TOKENS
+from dagengine_core_graph import GraphError
+from dagengine_core_graph.query import MAX_TOKENS, FindFragments, Query, user
 
 from .async_engine import EngineThread
 from .build import build_core
@@ -143,7 +142,7 @@ class LLM:
         self,
         query: Query | str,
         *,
-        retriever: Retriever | None = None,
+        retriever: FindFragments | None = None,
         reduce: int | None = None,
         on_text: OnText | None = None,
         **options: Any,
@@ -173,7 +172,7 @@ class LLM:
         self,
         query: Query | str,
         *,
-        retriever: Retriever | None = None,
+        retriever: FindFragments | None = None,
         reduce: int | None = None,
         position: str | None = None,
         backend: str | None = None,

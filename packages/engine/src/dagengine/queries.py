@@ -16,10 +16,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dagengine_core_graph import Artifact
-from dagengine_core_graph.errors import GraphError
-from dagengine_core_graph.query import LoweredQuery, Plan, Query, QueryNode, Retriever, lower, plan
-from dagengine_core_graph.query.lowered import MAX_TOKENS
+from dagengine_core_graph import Artifact, GraphError
+from dagengine_core_graph.query import (
+    MAX_TOKENS,
+    FindFragments,
+    LoweredQuery,
+    Plan,
+    Query,
+    QueryNode,
+    lower,
+    plan,
+)
 
 from .core import EngineCore
 from .errors import DagError, as_dag_error
@@ -28,6 +35,7 @@ from .held import HeldInput, HeldParams
 from .inputs import new_request_id
 from .prompt_cache import PromptCache
 from .request import ContextRef, FinishedEvent, Keep, Request, SpanName, check_parent
+from .retrievers import guarded
 from .sampling import SamplingParams, seed_after
 from .state import State
 from .tokenizer import ChatPrompt
@@ -152,7 +160,7 @@ def encode_query(
     prompts: PromptCache,
     *,
     salt: str = "",
-    retriever: Retriever | None = None,
+    retriever: FindFragments | None = None,
     reduce: int | None = None,
     max_nodes: int | None = None,
 ) -> EncodedQuery:
@@ -164,11 +172,13 @@ def encode_query(
 
     Raises:
         DagError: the field is the path of the subtree, in the given query or in the planned one. `unsupported` where
-            the model has no tokenizer, or calls name different models: an engine has one.
+            the model has no tokenizer, or calls name different models: an engine has one. `internal` where the
+            retriever failed.
     """
     try:
         limits = {} if max_nodes is None else {"max_nodes": max_nodes}
-        planned = plan(query, retriever=retriever, reduce=reduce, **limits)
+        finds = retriever and guarded(retriever)
+        planned = plan(query, retriever=finds, reduce=reduce, **limits)
         lowered = lower(planned)
     except GraphError as error:
         raise as_dag_error(error) from None

@@ -6,16 +6,9 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
-from dagengine_core_graph.query import (
-    Generate,
-    Monad,
-    Plan,
-    Query,
-    dump_query,
-)
-from dagengine_core_graph.query.expressions import NOTHING, Join
+from dagengine_core_graph.query import NOTHING, Generate, Join, Monad, Plan, Query, dump_query
 
 from .async_engine import EngineThread
 from .errors import DagError
@@ -170,8 +163,35 @@ def _ids(prompt: ChatPrompt) -> Ids:
     return found
 
 
+class AnsweredQuery:
+    """What holds the answers of a query until it is closed or left as a context manager: an engine's, or a client's."""
+
+    answers: tuple[Any, ...]
+
+    @property
+    def text(self) -> str:
+        """The text of the only answer. Raises DagError `invalid_request` where there are none or several."""
+        if len(self.answers) != 1:
+            message = f"the query has {len(self.answers)} answers; look at `answers`"
+            raise DagError("invalid_request", message, "text")
+        return self.answers[0].text
+
+    def close(self) -> None:
+        """Release the states of the answers."""
+        for answer in self.answers:
+            answer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 @dataclass(frozen=True)
-class QueryResult:
+class QueryResult(AnsweredQuery):
     """A finished query, which holds the states of its answers until closed or collected.
 
     Attributes:
@@ -187,14 +207,6 @@ class QueryResult:
     usage: Usage
     tokens: QueryTokens
     record: Mapping[str, Any]
-
-    @property
-    def text(self) -> str:
-        """The text of the only answer. Raises DagError `invalid_request` where there are none or several."""
-        if len(self.answers) != 1:
-            message = f"the query has {len(self.answers)} answers; look at `answers`"
-            raise DagError("invalid_request", message, "text")
-        return self.answers[0].text
 
     @property
     def held(self) -> Query:
@@ -222,19 +234,6 @@ class QueryResult:
             return query
 
         return hold(self.plan.query) or NOTHING
-
-    def close(self) -> None:
-        """Release the states of the answers."""
-        for answer in self.answers:
-            answer.close()
-
-    def __enter__(self) -> QueryResult:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def query_result(engine: EngineThread, job: QueryJob, index: int, outcome: Outcome) -> QueryResult:

@@ -418,6 +418,9 @@ class Scheduler:
 
         Returns: whether all of it is there.
         """
+        if self._loading.out_of_reach(owner, reads):
+            self._fail(owner, _out_of_reach())
+            return False
         while True:
             try:
                 return not self._loading.load(owner, reads)
@@ -527,6 +530,14 @@ def _never_fits(sequence: Sequence) -> DagError:
         "capacity",
         "the request's context and its own tokens do not fit into the KV pool together, even alone",
         "max_tokens" if sequence.max_tokens else "input",
+    )
+
+
+def _out_of_reach() -> DagError:
+    return DagError(
+        "state_unavailable",
+        "loading a state from the host failed or does not end, and it cannot be computed again; try again later",
+        "context",
     )
 
 

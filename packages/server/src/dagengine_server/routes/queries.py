@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from dagengine import DagError, Keep
@@ -36,9 +36,9 @@ from ..parsing import read_query_json
 from ..service import Service
 from ..sse import DONE, PING, EventStream, data_event, error_event, unless_disconnected
 from ..submission import Submission
-from .common import id_of, json_response, off_loop, service_of, tenant_of
+from .common import check_parameters, id_of, json_response, off_loop, service_of, tenant_of
 
-router = APIRouter(prefix="/v1/query", tags=["queries"])
+router = APIRouter(prefix="/v1/query", tags=["queries"], dependencies=[Depends(check_parameters)])
 SPNL_PREFIX = "spnl/"
 CACHE_SALT = Query(
     None, min_length=1, max_length=256, description="States and reuse are shared only within one salt."
