@@ -21,7 +21,7 @@ from .async_engine import EngineThread
 from .errors import DagError
 from .held import HeldParams, held_answer
 from .prompt_cache import Ids
-from .queries import QueryJob
+from .queries import QueryJob, QueryTiming
 from .records import FORMAT
 from .request import Choice, FinishedEvent
 from .state import Result, Usage, make_result
@@ -179,6 +179,7 @@ class QueryResult:
         answers: of the calls that the result holds, in order.
         plan: the query as it was planned.
         record: what `replay` needs to run it again.
+        timing: what it took before the engine was asked.
     """
 
     query: Query
@@ -187,6 +188,7 @@ class QueryResult:
     usage: Usage
     tokens: QueryTokens
     record: Mapping[str, Any]
+    timing: QueryTiming
 
     @property
     def text(self) -> str:
@@ -246,4 +248,5 @@ def query_result(engine: EngineThread, job: QueryJob, index: int, outcome: Outco
         outcome.usage,
         outcome.tokens,
         outcome.record,
+        job.queries[index].timing,
     )

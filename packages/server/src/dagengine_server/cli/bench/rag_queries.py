@@ -182,7 +182,7 @@ class RagQueries:
             many("fragment length", [length], "tokens"),
             many("fan-out", [len(one.documents) for one in asked[1:]], "fragments"),
             many("fragment overlap with the query before", overlaps, "fraction"),
-            many("span hit rate", [_hit_rate(reply) for reply in found], "fraction"),
+            many("span hit rate", [hit_rate(reply) for reply in found], "fraction"),
             many("judge's input", [reply.seen for reply in found], "tokens"),
             many("planning", [reply.timing["plan"] for reply in found], "ms"),
             many("tokenizing", [reply.timing["tokenize"] for reply in found], "ms"),
@@ -214,7 +214,7 @@ class RagQueries:
         return figures
 
 
-def _hit_rate(reply: Reply) -> float:
+def hit_rate(reply: Reply) -> float:
     """The part of the input tokens before the question that was there when the query came."""
     reuse, own = reply.record["reuse"], int(reply.dag["tokens"]["input"])
     return int(reuse["reused"]) / (int(reuse["input"]) - own)
