@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import random
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from statistics import mean
 
 from dagengine import LLM, SamplingParams
@@ -81,7 +81,7 @@ class BulkRuns:
         self, llm: LLM, workload: Workload, before: str, *, window: int, answer: int, seed: int
     ) -> None:
         self._llm, self._workload, self._window, self._answer = llm, workload, window, answer
-        self._random, self._salts = random.Random(seed), count()
+        self._random, self._name, self._runs = random.Random(seed), uuid.uuid4().hex, 0
         self._pages, self._page_size = llm.engine.ask(
             lambda core: (core.store.num_pages, core.store.page_size)
         )
@@ -114,8 +114,13 @@ class BulkRuns:
                 runs[name].append(ways[name](bulks))
         return list(self._figures(case, bulk, runs[SPANS], runs[PLAIN]))
 
+    def _salt(self) -> str:
+        """One that no run had."""
+        self._runs += 1
+        return f"bench-{self._name}-{self._runs}"
+
     def _spans(self, bulks: Sequence[range]) -> _Run:
-        run, salt = _Run(), f"bench-{next(self._salts)}"
+        run, salt = _Run(), self._salt()
         for bulk in bulks:
             queries = [self._queries[index] for index in bulk]
             begin = time.perf_counter()
@@ -137,7 +142,7 @@ class BulkRuns:
         return run
 
     def _plain(self, bulks: Sequence[range]) -> _Run:
-        run, salt = _Run(), f"bench-{next(self._salts)}"
+        run, salt = _Run(), self._salt()
         requests = [
             [replace(self._llm.request(self._messages[index], self._sampling), salt=salt) for index in bulk]
             for bulk in bulks
