@@ -220,6 +220,31 @@ def test_bulk_takes_evidence_of_its_own(
     assert found["span hit rate, span queries", None]["value"] > 0.3
 
 
+def test_a_made_model_with_words_takes_queries_and_no_other_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = tmp_path / "made", tmp_path / "evidence.jsonl"
+    assert main(["bench", "make-model", "tiny", str(folder), "--words", "--device", "cpu"]) == 0
+    file.write_text('{"question": "q", "fragments": ["lorem unheard-of", "ipsum unheard-of"]}\n')
+    assert capsys.readouterr().out.strip() == str(folder)
+    text = refused(capsys, "bulk", "--model", str(folder), "--device", "cpu", "--evidence", str(file))
+    assert "evidence: to this model's tokenizer different fragments are the same tokens" in text
+    sizes = [
+        "--queries",
+        "4",
+        "--fragments",
+        "2",
+        "--tokens",
+        "9",
+        "--bulk",
+        "all",
+        "--fragment-overlap",
+        "0",
+    ]
+    rows = measure(capsys, "bulk", "--model", str(folder), "--device", "cpu", "--threads", "1", *sizes)
+    assert rows[0]["case"].startswith("made, 4 questions, 2 fragments x 9")
+
+
 @pytest.mark.parametrize(
     ("lines", "says"),
     [

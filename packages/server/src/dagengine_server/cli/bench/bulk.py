@@ -180,13 +180,16 @@ def _bulks(given: Sequence[str] | None, total: int) -> list[str]:
 def _room(workload: Workload, tokenizer: Tokenizer, before: str, page: int, share: float, window: int) -> int:
     """Tokens of the pool: the share of all reads as fragments, or a window of whole prompts if that is more."""
 
-    def count(*texts: str, generate: bool = False) -> int:
+    def ids(*texts: str) -> tuple[int, ...]:
         messages = [{"role": "user", "content": text} for text in texts]
-        return len(tokenizer.chat(messages, generate=generate, has_context=True).input_ids)
+        return tokenizer.chat(messages, generate=False, has_context=True).input_ids
 
-    pages = [-(-count(text) // page) for text in workload.fragments]
+    encoded = [ids(text) for text in workload.fragments]
+    if len(set(encoded)) < len(encoded):
+        raise CommandError("to this model's tokenizer different fragments are the same tokens", "evidence")
+    pages = [-(-len(found) // page) for found in encoded]
     reads = [sum(pages[index] for index in found) for found in workload.reads]
     widest = max(range(len(reads)), key=lambda index: reads[index])
     texts = (before, *(workload.fragments[index] for index in workload.reads[widest]))
-    longest = count(*texts, workload.questions[widest], generate=True)
+    longest = len(ids(*texts, workload.questions[widest]))
     return max(round(share * sum(reads)) * page, window * (max(reads) + -(-longest // page) + 1) * page)

@@ -209,7 +209,9 @@ class BulkRuns:
         workload, tokenizer = self._workload, self._llm.tokenizer
         assert tokenizer is not None
         lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in workload.fragments]
-        pages = sum(-(-length // self._page_size) for length in lengths)
+        said = [[{"role": "user", "content": text}] for text in workload.fragments]
+        states = [tokenizer.chat(each, generate=False, has_context=True).input_ids for each in said]
+        pages = sum(-(-len(ids) // self._page_size) for ids in states)
         yield Figure.of(case, "", "fragment length", lengths, "tokens")
         yield Figure.of(case, "", "fan-out", [len(reads) for reads in workload.reads], "fragments")
         yield Figure.count(case, "", "fragment overlap", workload.overlap, "fraction")
