@@ -325,6 +325,7 @@ class EngineCore:
 
     def _begin(self, running: RunningRequest, refs: SequenceOf[ResolvedRef]) -> None:
         request = running.request
+        running.began = time.perf_counter()
         prepared = running.prepared = self.preparer.prepare(request, refs)
         params = request.sampling
         seen = running.seen_tokens()
@@ -589,12 +590,13 @@ class EngineCore:
                 log.exception("a sealed node could not be kept; its request ends")
                 refusal = as_dag_error(error)
             self.store.unhold(node)
-        assert running.prepared is not None
+        assert running.prepared is not None and running.began is not None
         running.choices[sequence.index] = sequence.choice(
             running.prepared,
             state,
             self._backend(sequence.backend).implementation,
             running.submitted,
+            running.began,
             self.facts,
         )
         if refusal is not None or len(running.choices) == len(running.sequences):

@@ -155,7 +155,7 @@ class LLM:
             reduce: reduce wide judges that are declared closed to groups of so many candidates; not exact.
             on_text: called with each answer's number and new text, on the engine's thread.
             options: `position`, `backend`, `max_tokens` of calls that name none (2048), `seed` of calls that name none,
-                `keep` of the answers (True).
+                `keep` of the answers (True), `cache_salt`: fragments and pages are shared only within one.
 
         Raises:
             DagError: a refusal, or what the first node that failed ended with; the field is the path of the subtree.
@@ -179,6 +179,7 @@ class LLM:
         max_tokens: int = MAX_TOKENS,
         seed: int | None = None,
         keep: bool | Keep = True,
+        cache_salt: str | None = None,
     ) -> tuple[EncodedQuery, QueryOptions]:
         """What `query` would run, which takes the same arguments; takes as long as tokenizing does."""
         if isinstance(query, str):
@@ -188,16 +189,20 @@ class LLM:
                 raise as_dag_error(error) from None
         if not isinstance(query, Query):
             raise DagError("invalid_request", f"a query or a text is needed, not {shown(query)}", "query")
+        if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
+            raise DagError("invalid_request", f"cache_salt is a text, not {shown(cache_salt)}", "cache_salt")
         checked = SamplingParams.from_mapping({"max_tokens": max_tokens, "seed": seed})
         settings = QueryOptions(
             position=self._position if position is None else position,
             backend=backend,
+            salt=cache_salt or "",
             max_tokens=max_tokens,
             seed=checked.seed,
             keep=keep_of(keep),
             fragment_ttl_s=self.fragments.ttl_s,
         )
-        return encode_query(query, self.prompts, retriever=retriever, reduce=reduce), settings
+        encoded = encode_query(query, self.prompts, salt=settings.salt, retriever=retriever, reduce=reduce)
+        return encoded, settings
 
     def explain(
         self,

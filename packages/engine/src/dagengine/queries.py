@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,6 +69,14 @@ class QueryOptions:
 
 
 @dataclass(frozen=True)
+class QueryTiming:
+    """Milliseconds until the engine is asked: to plan (retrieve included) and lower, and to tokenize."""
+
+    plan: float
+    tokenize: float
+
+
+@dataclass(frozen=True)
 class EncodedQuery:
     """A lowered query whose inputs are tokens.
 
@@ -81,6 +90,7 @@ class EncodedQuery:
     lowered: LoweredQuery
     prompts: Mapping[str, ChatPrompt]
     fragments: Mapping[str, tuple[tuple[int, ...], int]]
+    timing: QueryTiming
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -175,6 +185,7 @@ def encode_query(
             the model has no tokenizer, or calls name different models: an engine has one. `internal` where the
             retriever failed.
     """
+    begin = time.perf_counter()
     try:
         limits = {} if max_nodes is None else {"max_nodes": max_nodes}
         finds = retriever and guarded(retriever)
@@ -182,11 +193,15 @@ def encode_query(
         lowered = lower(planned)
     except GraphError as error:
         raise as_dag_error(error) from None
-    return encode_lowered(planned, lowered, prompts, salt)
+    plan_ms = (time.perf_counter() - begin) * 1e3
+    return encode_lowered(planned, lowered, prompts, salt, plan_ms=plan_ms)
 
 
-def encode_lowered(planned: Plan, lowered: LoweredQuery, cache: PromptCache, salt: str = "") -> EncodedQuery:
-    """Tokenize a lowered query. Raises as `encode_query`."""
+def encode_lowered(
+    planned: Plan, lowered: LoweredQuery, cache: PromptCache, salt: str = "", *, plan_ms: float = 0.0
+) -> EncodedQuery:
+    """Tokenize a lowered query that took `plan_ms` to plan and lower. Raises as `encode_query`."""
+    begin = time.perf_counter()
     if len(lowered.models) > 1:
         models = ", ".join(lowered.models)
         raise DagError("unsupported", f"calls name several models ({models}); an engine has one", "model")
@@ -203,7 +218,9 @@ def encode_lowered(planned: Plan, lowered: LoweredQuery, cache: PromptCache, sal
         if not prompt.input_ids:
             raise DagError("invalid_request", "the chat template makes no token of this", node.path or None)
         prompts[node.id] = prompt
-    return EncodedQuery(planned, lowered, prompts, _fragments(lowered, prompts))
+    tokenize_ms = (time.perf_counter() - begin) * 1e3
+    timing = QueryTiming(plan_ms, tokenize_ms)
+    return EncodedQuery(planned, lowered, prompts, _fragments(lowered, prompts), timing)
 
 
 def fragment_keys(queries: Sequence[EncodedQuery], options: QueryOptions) -> list[FragmentKey]:

@@ -14,7 +14,7 @@ from .async_engine import EngineThread
 from .errors import DagError
 from .held import HeldParams, held_answer
 from .prompt_cache import Ids
-from .queries import QueryJob
+from .queries import QueryJob, QueryTiming
 from .records import FORMAT
 from .request import Choice, FinishedEvent
 from .state import Result, Usage, make_result
@@ -199,6 +199,7 @@ class QueryResult(AnsweredQuery):
         answers: of the calls that the result holds, in order.
         plan: the query as it was planned.
         record: what `replay` needs to run it again.
+        timing: what it took before the engine was asked.
     """
 
     query: Query
@@ -207,6 +208,7 @@ class QueryResult(AnsweredQuery):
     usage: Usage
     tokens: QueryTokens
     record: Mapping[str, Any]
+    timing: QueryTiming
 
     @property
     def held(self) -> Query:
@@ -245,4 +247,5 @@ def query_result(engine: EngineThread, job: QueryJob, index: int, outcome: Outco
         outcome.usage,
         outcome.tokens,
         outcome.record,
+        job.queries[index].timing,
     )

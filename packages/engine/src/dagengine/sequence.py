@@ -226,6 +226,7 @@ class Sequence(Work):
         state: str | None,
         implementation: str,
         submitted: float,
+        began: float,
         facts: Mapping[str, object],
     ) -> Choice:
         """The finished answer.
@@ -233,7 +234,8 @@ class Sequence(Work):
         Args:
             state: the id under which it was kept, if it was.
             implementation: what ran as its attention backend.
-            submitted: when the request came, on the clock of `time.perf_counter`.
+            submitted, began: when the request came, and when all that it waited for had ended; on the clock of
+                `time.perf_counter`.
             facts: of the engine, for the record.
         """
         assert self.finish_reason is not None and self.first_token is not None
@@ -273,6 +275,7 @@ class Sequence(Work):
                     finish_reason=self.finish_reason,
                 ),
                 timing=Timing(
+                    waited=(began - submitted) * 1e3,
                     compile=prepared.compile_ms,
                     layout=prepared.layout_ms,
                     kv_prepare=(prepared_at - (self.prepare_began or prepared_at)) * 1e3,

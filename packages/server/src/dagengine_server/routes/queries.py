@@ -233,8 +233,15 @@ def _answer(job: Job, outcome: Outcome) -> dict[str, Any]:
         "choices": [_choice(job, index, choice) for index, choice in enumerate(outcome.answers)],
         "usage": _usage(outcome),
         "result": dump_query(outcome.result)["query"],
-        "dag": {"record": dict(outcome.record)},
+        "dag": _about(job, outcome),
     }
+
+
+def _about(job: Job, outcome: Outcome) -> dict[str, Any]:
+    """The `dag` of the whole query."""
+    timing = job.query.queries[0].timing
+    spent = {"plan": round(timing.plan, 3), "tokenize": round(timing.tokenize, 3)}
+    return {"record": dict(outcome.record), "timing_ms": spent}
 
 
 def _choice(job: Job, index: int, choice: Choice) -> dict[str, Any]:
@@ -305,7 +312,7 @@ async def _events(service: Service, job: Job, submission: Submission) -> AsyncGe
         }
         for index, choice in enumerate(outcome.answers)
     ] or [{"choices": []}]
-    chunks[-1] |= {"usage": _usage(outcome), "dag": {"record": dict(outcome.record)}}
+    chunks[-1] |= {"usage": _usage(outcome), "dag": _about(job, outcome)}
     last = b"".join(data_event({**job.head, "object": "text_completion", **chunk}) for chunk in chunks)
     yield last + DONE
     submission.delivered()

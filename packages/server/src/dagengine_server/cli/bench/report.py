@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .published import WORD
 from .record import Circumstances, Figure
 
 COLUMNS = (
@@ -147,6 +148,11 @@ def markdown(figures: Sequence[Figure], where: Circumstances, title: str, bars: 
         "`ratio` is value / baseline. This page is generated from the JSON lines beside it.",
         "",
     ]
+    if any((figure.baseline or "").startswith(WORD) for figure in figures):
+        lines += [
+            f"A baseline called {WORD} was not measured here: it is what its source says of other machines.",
+            "",
+        ]
     if bars:
         lines += ["## Bars", "", "| bar | goal | measured | |", "|---|---|---|---|"]
         lines += [f"| {v.bar.title} | {v.goal} | {v.measured} | {v.word} |" for v in verdicts(figures, bars)]
