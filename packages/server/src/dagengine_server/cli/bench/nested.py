@@ -22,6 +22,7 @@ from .arguments import Common, counts
 from .publish import publish
 from .record import Figure, circumstances, command_line
 from .report import Bar, times_sooner
+from .settings import WARM_UPS
 from .target import (
     ANSWER_TOKENS,
     MARKS,
@@ -189,13 +190,13 @@ class _Judging:
         self._seeds = itertools.count(1)
 
     def measure(self, case: str, repeats: int) -> list[Figure]:
-        """Each way goes first in every other repeat; the first repeat is a warm-up."""
+        """Each way goes first in every other repeat; the first two repeats are warm-ups."""
         probe, backend = self._probe, self._probe.core.default_backend
         (shared,) = probe.prefill([self._prompt])
         inner: list[float] = []
         states: list[Trace] = []
         plain: list[Trace] = []
-        for repeat in range(-1, repeats):
+        for repeat in range(-WARM_UPS, repeats):
             candidates, seconds = self._candidates(shared)
             question = probe.ids(self._question)
             as_states, as_text = self._both_ways(shared, candidates, question, repeat % 2 == 1)

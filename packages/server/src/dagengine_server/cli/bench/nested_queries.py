@@ -24,6 +24,7 @@ from .endpoint import MESSAGE, Endpoint, Reply
 from .published import Mark
 from .record import Figure
 from .report import Bar, times_sooner
+from .settings import WARM_UPS
 from .texts import Texts
 
 TASK = 8
@@ -102,10 +103,10 @@ class NestedQueries:
         self._seed = 0
 
     def measure(self, case: str, repeats: int) -> list[Figure]:
-        """Both ways, each with a warm-up."""
+        """Both ways, warmed up."""
         runs: dict[str, list[Run]] = {"spans": [], "plain": []}
         ways = {"spans": self._spans, "plain": self._plain}
-        for repeat_ in range(-1, repeats):
+        for repeat_ in range(-WARM_UPS, repeats):
             for name in self._random.sample(sorted(ways), len(ways)):
                 found = ways[name]()
                 if repeat_ >= 0:

@@ -20,6 +20,7 @@ from .arguments import Common, counts
 from .publish import publish
 from .record import Figure, circumstances, command_line
 from .report import Bar, ratio_of, times_sooner, value_of
+from .settings import WARM_UPS
 from .target import (
     ANSWER_TOKENS,
     MARKS,
@@ -159,7 +160,7 @@ class _Runs:
         contiguous: list[Trace] = []
         temporary = {"cached": 0, "contiguous": 0}
         added = 0
-        for repeat in range(-1, repeats):
+        for repeat in range(-WARM_UPS, repeats):
             pair = [("cached", cached, probe.shuffled(states)), ("contiguous", contiguous, [whole])]
             for name, traces, context in pair if repeat % 2 else reversed(pair):
                 before = probe.pages_live()

@@ -24,6 +24,7 @@ from .endpoint import MESSAGE, Endpoint, Reply
 from .published import Mark
 from .record import Figure
 from .report import Bar, times_sooner, value_of
+from .settings import WARM_UPS
 from .texts import Texts
 
 SYSTEM = 16
@@ -90,7 +91,7 @@ class RagQueries:
         self._asked: dict[str, list[Question]] = {}
 
     def measure(self, case: str, repeats: int, slow_repeats: int) -> list[Figure]:
-        """All five ways, each with a warm-up."""
+        """All five ways, each warmed up."""
         endpoint, documents = self._endpoint, self._documents()
         fixed = self._new(documents)
         endpoint.prepare(fixed.query(self._answer), "spans")
@@ -103,8 +104,8 @@ class RagQueries:
             COLD: self._cold,
             PLAIN: lambda: self._plain(self._new(documents)),
         }
-        self._take_turns(quick, repeats)
-        self._take_turns(slow, slow_repeats)
+        self._take_turns(quick, WARM_UPS, repeats)
+        self._take_turns(slow, 1, slow_repeats)
         for name in ("spans", "plain"):
             endpoint.release(name)
         length = mean(endpoint.count(text) for text in documents)
@@ -118,8 +119,10 @@ class RagQueries:
         order = self._random.sample(documents, len(documents))
         return Question(self._before, order, self._texts.text(self._question))
 
-    def _take_turns(self, ways: Mapping[str, Callable[[], tuple[Question, Reply]]], repeats: int) -> None:
-        for repeat in range(-1, repeats):
+    def _take_turns(
+        self, ways: Mapping[str, Callable[[], tuple[Question, Reply]]], warm_ups: int, repeats: int
+    ) -> None:
+        for repeat in range(-warm_ups, repeats):
             for name in self._random.sample(sorted(ways), len(ways)):
                 asked, reply = ways[name]()
                 self._asked.setdefault(name, []).append(asked)
@@ -176,11 +179,13 @@ class RagQueries:
         def many(metric: str, samples: Sequence[float], unit: str) -> Figure:
             return Figure.of(case, backend, f"{metric}, {way}", samples, unit)
 
-        overlaps = [one.overlap(other) for one, other in zip(asked[1:], asked, strict=False)]
+        counted = asked[-len(found) :]
+        befores = asked[-len(found) - 1 : -1]
+        overlaps = [one.overlap(other) for one, other in zip(counted, befores, strict=True)]
         extra = [reply.seen - plain_tokens for reply in found]
         return [
             many("fragment length", [length], "tokens"),
-            many("fan-out", [len(one.documents) for one in asked[1:]], "fragments"),
+            many("fan-out", [len(one.documents) for one in counted], "fragments"),
             many("fragment overlap with the query before", overlaps, "fraction"),
             many("span hit rate", [hit_rate(reply) for reply in found], "fraction"),
             many("judge's input", [reply.seen for reply in found], "tokens"),

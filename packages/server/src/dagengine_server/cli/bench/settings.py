@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+WARM_UPS = 2
+"""Repeats that are not counted where steps are small: a GPU captures such a step when its kind comes the second time."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Sizes in tokens, counts of repeats.
