@@ -221,5 +221,7 @@ class RagQueries:
 
 def hit_rate(reply: Reply) -> float:
     """The part of the input tokens before the question that was there when the query came."""
-    reuse, own = reply.record["reuse"], int(reply.dag["tokens"]["input"])
-    return int(reuse["reused"]) / (int(reuse["input"]) - own)
+    reuse, tokens = reply.record["reuse"], reply.dag["tokens"]
+    own = int(tokens["input"])
+    found_of_own = max(0, own - int(tokens["computed"]))
+    return (int(reuse["reused"]) - found_of_own) / (int(reuse["input"]) - own)

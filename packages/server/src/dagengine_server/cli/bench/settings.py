@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 WARM_UPS = 2
-"""Repeats that are not counted where steps are small: a GPU captures such a step when its kind comes the second time."""
+"""Repeats not counted where steps are small: a GPU captures such a step when its kind comes the second time."""
 
 
 @dataclass(frozen=True)
