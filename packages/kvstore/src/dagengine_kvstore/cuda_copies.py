@@ -78,9 +78,8 @@ class CudaCopies:
         self._device = arena.layer(0).device
         addresses = [arena.layer(layer).data_ptr() for layer in range(arena.num_layers)]
         self._addresses = np.array(addresses, np.int64)
-        self._chunks = np.zeros(
-            -(-host.num_pages // host.chunk_pages), np.int64
-        )  # addresses; 0: not asked for
+        num_chunks = -(-host.num_pages // host.chunk_pages)
+        self._chunks = np.zeros(num_chunks, np.int64)  # addresses; 0: not asked for yet
         self._layer_bytes = arena.page_bytes // arena.num_layers
         self._layer_offsets = np.arange(arena.num_layers) * self._layer_bytes
         self._page_bytes = arena.page_bytes
