@@ -106,7 +106,7 @@ class CudaCopies:
         lane = self._lanes[kind]
         last = lane.copies if kind == "store" else lane.kernels
         if (pages[1, 1:] < pages[1, :-1]).any():
-            pages = pages[:, np.argsort(pages[1])]
+            pages = pages.take(np.argsort(pages[1]), axis=1)
         devices, hosts = pages
         addresses = self._host_addresses(hosts)
         method = self._method or choose(devices, addresses, len(self._addresses), self._layer_bytes)

@@ -165,7 +165,7 @@ class TorchTransfer:
         pages = page_rows(copy.pages)
         if not copy.pages:
             return pages
-        pages = pages[:, np.argsort(pages[1])]
+        pages = pages.take(np.argsort(pages[1]), axis=1)
         for side, ordered, limit in (
             ("device", np.sort(pages[0]), self._num_device_pages),
             ("host", pages[1], self.num_host_pages),
