@@ -31,7 +31,8 @@ ONE_CALL_EACH = "direct, one call per extent"
 
 PEAK = "one pinned copy"
 DIRECTIONS: tuple[Direction, ...] = ("store", "load")
-MOST_PIECES = 4096
+MOST_PAGES = 4096
+LEAST_APART = 32 << 10  # bytes of an extent; below, the copy engine is far behind on a page of many layers
 STEP_BYTES = 8 << 30
 PARTS = 4
 BESIDE_S = 0.12
@@ -102,7 +103,8 @@ class Run:
 def contenders(case: Case) -> tuple[str, ...]:
     """What TorchTransfer is compared with: what it could have chosen instead, as far as that makes a difference."""
     if case.num_layers > 1:
-        return tuple(method.value for method in Method)
+        slow = {Method.DIRECT} if case.layer_bytes < LEAST_APART else set()
+        return tuple(method.value for method in Method if method not in slow)
     if case.page_bytes > LARGE_BYTES:
         return (Method.DIRECT.value,)
     # No two pages are neighbours, so a buffer gains nothing.
@@ -120,8 +122,7 @@ class Bench:
 
     def __init__(self, case: Case, num_bytes: int, ways: Sequence[str] = (), **options: Any) -> None:
         self.case = case
-        most = max(8, MOST_PIECES // case.num_layers)
-        count = max(2, min(most, num_bytes // case.page_bytes))
+        count = max(2, min(MOST_PAGES, num_bytes // case.page_bytes))
         self.arena = TorchArena(case.num_layers, 2 * count, 1, 1, case.layer_bytes // 4, torch.int16, "cuda")
         rng = random.Random(case.name)
         devices = rng.sample(range(2 * count), count)
