@@ -33,7 +33,12 @@ def test_streams_decode_while_states_move(tmp_path: Path, capsys: pytest.Capture
     times = ["--seconds", "0.1", "--windows", "2", "--cpu-kv-gib", "0.01"]
     assert offload.main([str(tmp_path), *sizes, *times]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["gb_per_s"]["store"] > 0 and found["gb_per_s"]["load"] > 0
-    assert found["tokens_per_s"]["still"] > 0 and found["steps"] > 0
-    assert found["ratio"] == pytest.approx(found["tokens_per_s"]["moving"] / found["tokens_per_s"]["still"])
+    rates, moved = found["tokens_per_s"], found["moved"]
+    assert rates["still"] > 0 and found["steps"] > 0
+    assert found["ratio"] == {kind: pytest.approx(rates[kind] / rates["still"]) for kind in moved}
+    for kind, ways in (("store", ["store"]), ("load", ["load"]), ("both", ["store", "load"])):
+        assert all(moved[kind][f"{way}_gb_per_s"] > 0 for way in ways)
+        assert moved[kind]["steps_with_copies"] > 0.9
+    assert moved["store"]["load_gb_per_s"] < moved["store"]["store_gb_per_s"] / 4
+    assert moved["load"]["store_gb_per_s"] < moved["load"]["load_gb_per_s"] / 4
     assert found["state_bytes"] == 3 * 2 * 2 * 2 * 8 * 64 * 4

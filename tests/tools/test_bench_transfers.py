@@ -8,7 +8,7 @@ import pytest
 
 from bench import transfers, transfers_report
 from bench.kernels_record import Circumstances, Figure, dump_lines
-from bench.transfers_gpu import EXTENTS, QUICK, SHAPES, Case, kv
+from bench.transfers_gpu import BARS, EXTENTS, OTHERS, QUICK, SHAPES, Case, contenders, kv
 from bench.transfers_report import CHOSEN, DEVICE_RATE, RATE, STEPS
 
 WHERE = Circumstances("a GPU", {"torch": "2"}, "abc", "tools/bench/transfers")
@@ -24,6 +24,9 @@ def test_the_sweep_covers_extents_from_4_kib_to_64_mib_and_the_shapes_of_models(
     assert kv("8B", 32, 8, 128, 64) == Case("8B, page size 64", 32, 256 << 10)
     assert {case.name for case in QUICK} < {case.name for case in (*EXTENTS, *SHAPES)}
     assert len({case.name for case in (*EXTENTS, *SHAPES)}) == len(EXTENTS) + len(SHAPES)
+    assert all({"direct", "kernel"} <= {*contenders(case)} for case in EXTENTS[:8])
+    assert all({"staged", "kernel"} <= {*contenders(case)} for case in SHAPES)
+    assert len({(way.case.name, way.name) for way in (*BARS, *OTHERS)}) == len(BARS) + len(OTHERS)
 
 
 @pytest.mark.parametrize(
@@ -38,16 +41,17 @@ def test_the_sweep_covers_extents_from_4_kib_to_64_mib_and_the_shapes_of_models(
     ],
 )
 def test_a_rate_below_its_bar_is_told(case: str, rates: dict[str, float], expected: int) -> None:
-    metrics = (RATE, DEVICE_RATE)
-    figures = [figure(case, way, metric, rate, 50.0) for way, rate in rates.items() for metric in metrics]
+    figures = [figure(case, way, RATE, rate, 50.0) for way, rate in rates.items()]
+    figures += [figure(case, way, DEVICE_RATE, 40.0, 50.0) for way in rates]
     missed = transfers_report.missed(figures)
     assert len(missed) == expected
     assert all(case in line for line in missed)
 
 
 def test_steps_that_copies_slow_down_are_told() -> None:
-    for steps, expected in ((95.1, 0), (94.9, 1)):
-        assert len(transfers_report.missed([figure("steps", CHOSEN, STEPS, steps, 100.0)])) == expected
+    for kind, steps, expected in (("store", 95.1, 0), ("store", 94.9, 1), ("load", 80.0, 0)):
+        figures = [figure(f"8B, {kind} beside steps", CHOSEN, STEPS, steps, 100.0)]
+        assert len(transfers_report.missed(figures)) == expected
 
 
 def test_the_page_has_a_row_for_every_contender() -> None:

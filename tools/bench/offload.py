@@ -2,8 +2,9 @@
 
     PYTHONPATH=tools python -m bench.offload FOLDER --cpu-kv-gib 16
 
-One engine decodes some streams all the while. Windows in which states go back and forth between the tiers alternate
-with windows in which nothing moves; each starts when no copy is under way. Printed as JSON: medians over the windows.
+One engine decodes some streams all the while, in windows of four kinds in turns: nothing moves; states are stored over
+and over; they are loaded over and over; both. A window starts when no copy is under way. Printed as JSON: medians over
+the windows of a kind, what was copied in them, and at how many of their steps copies were under way.
 """
 
 from __future__ import annotations
@@ -22,18 +23,23 @@ from dagengine.build import build_core
 from dagengine.core import EngineCore
 from dagengine.errors import DagError
 from dagengine.request import FinishedEvent, Request, TokenEvent
-from dagengine_kvstore import Tier
+from dagengine_kvstore import NodeRecord, Tier
+from dagengine_kvstore.residency import clean_copy
 
 MOST_SAMPLED = 1024
+MOST_MOVING = 4
+STILL, STORE, LOAD, BOTH = "still", "store", "load", "both"
+MOVING = (STORE, LOAD, BOTH)
 
 
 @dataclass
 class Window:
-    """Tokens and bytes of some seconds."""
+    """Tokens and bytes of some seconds; `busy` counts steps that began with copies under way."""
 
-    moving: bool
+    kind: str
     tokens: int = 0
     steps: int = 0
+    busy: int = 0
     seconds: float = 0.0
     bytes: dict[str, int] = field(default_factory=dict)
 
@@ -57,23 +63,25 @@ class Background:
                         assert state is not None
                         self.states.append(state)
 
-    def window(self, seconds: float, *, moving: bool) -> Window:
-        """Decode for so long; with `moving`, some states are on their way all the time."""
-        while self.core.store.num_in_flight:
+    def window(self, kind: str, seconds: float) -> Window:
+        """Decode for so long while states move as `kind` says, some of them all the time."""
+        store = self.core.store
+        while store.num_in_flight:
             self._step()
-        found, before = Window(moving), self.core.store.stats()
+        found, before = Window(kind), store.stats()
         begin = time.perf_counter()
         while (elapsed := time.perf_counter() - begin) < seconds:
-            if moving and self.core.store.num_in_flight < 2:
-                self._move()
+            if kind != STILL:
+                self._move(kind)
+            found.busy += store.num_in_flight > 0
             found.tokens += self._step()
             found.steps += 1
-        after = self.core.store.stats()
+        after = store.stats()
         found.seconds = elapsed
         size = self.core.host_tier.page_bytes if self.core.host_tier else 0
         found.bytes = {
-            "store": (after.pages_stored - before.pages_stored) * size,
-            "load": (after.pages_loaded - before.pages_loaded) * size,
+            STORE: (after.pages_stored - before.pages_stored) * size,
+            LOAD: (after.pages_loaded - before.pages_loaded) * size,
         }
         return found
 
@@ -85,49 +93,74 @@ class Background:
             self.core.submit(Request(f"stream {self._asked}", (self._asked % 50 + 1,) * 8, params))
         return sum(len(event.token_ids) for event in self.core.step() if isinstance(event, TokenEvent))
 
-    def _move(self) -> None:
-        """Begin to move the state that was moved longest ago; what the host had of one that came back is dropped."""
-        state = self.states.pop(0)
-        self.states.append(state)
-        node, _ = self.core.store.resolve(state)
-        tier = self.core.store.tier(node)
+    def _move(self, kind: str) -> None:
+        """Begin to move the states that were moved longest ago, until enough are on their way."""
+        for _ in range(len(self.states)):
+            if self.core.store.num_in_flight >= MOST_MOVING:
+                return
+            state = self.states.pop(0)
+            self.states.append(state)
+            node, _ = self.core.store.resolve(state)
+            self._turn(kind, state, node)
+
+    def _turn(self, kind: str, state: str, node: NodeRecord) -> None:
+        """What is the next for one state; nothing while it is on its way."""
+        store = self.core.store
+        tier = store.tier(node)
+        if (
+            tier is Tier.DEVICE
+            and kind == LOAD
+            and all(clean_copy(node, index) is not None for index in range(len(node.pages)))
+        ):
+            store.evict(node)
+            tier = Tier.HOST
         if tier is Tier.HOST:
-            self._overwrite_cached()
+            if kind != STORE:
+                self._forget_on_device(node)
             self.core.prefetch_state(state)
-        elif tier is Tier.DEVICE:
-            self.core.store.evict_host(node)
+            tier = store.tier(node)
+        if tier is Tier.DEVICE:
+            store.evict_host(node)
             self.core.offload_state(state)
 
-    def _overwrite_cached(self) -> None:
-        """Nothing of an offloaded state is found on the device any more: loading it copies."""
-        store = self.core.store
-        writer = store.begin([], [], 0, signature={})
-        writer.reserve(store.num_unused * store.page_size, evict=False)
-        writer.abort()
+    def _forget_on_device(self, node: NodeRecord) -> None:
+        """Nothing of an offloaded state is found on the device any more, as if others had used its pages: loading it
+        copies.
+        """
+        books = self.core.store._books
+        pages = [books.copies.device_page(copy) for copy in node.copies if copy is not None]
+        there = [page for page in pages if page is not None and not books.pool.refs[page]]
+        books.pool.claim(there)
+        for page in there:
+            books.pool.drop(page, touched=False)
 
 
 def measure(core: EngineCore, options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second with and without, their ratio, and what was moved."""
+    """Tokens per second of each kind of window, their ratio to those where nothing moves, and what was moved."""
     background = Background(core, options.states, options.state_tokens, options.streams)
-    background.window(options.seconds, moving=True)
+    for kind in MOVING:
+        background.window(kind, options.seconds)
     windows = [
-        background.window(options.seconds, moving=moving)
-        for _ in range(options.windows)
-        for moving in (False, True)
+        background.window(kind, options.seconds) for _ in range(options.windows) for kind in (STILL, *MOVING)
     ]
     core.abort_all(DagError("cancelled", "measured"))
+    rates = {
+        kind: statistics.median(w.tokens / w.seconds for w in windows if w.kind == kind)
+        for kind in (STILL, *MOVING)
+    }
 
-    def rate(moving: bool) -> float:
-        return statistics.median(w.tokens / w.seconds for w in windows if w.moving is moving)
+    def moved(kind: str) -> dict[str, float]:
+        of_kind = [w for w in windows if w.kind == kind]
+        seconds, steps = sum(w.seconds for w in of_kind), sum(w.steps for w in of_kind)
+        found = {
+            f"{way}_gb_per_s": sum(w.bytes[way] for w in of_kind) / seconds / 1e9 for way in (STORE, LOAD)
+        }
+        return found | {"steps_with_copies": sum(w.busy for w in of_kind) / steps}
 
-    moved = [w for w in windows if w.moving]
     return {
-        "tokens_per_s": {"still": rate(False), "moving": rate(True)},
-        "ratio": rate(True) / rate(False),
-        "gb_per_s": {
-            way: sum(w.bytes[way] for w in moved) / sum(w.seconds for w in moved) / 1e9
-            for way in ("store", "load")
-        },
+        "tokens_per_s": rates,
+        "ratio": {kind: rates[kind] / rates[STILL] for kind in MOVING},
+        "moved": {kind: moved(kind) for kind in MOVING},
         "steps": sum(w.steps for w in windows),
         "streams": options.streams,
         "state_bytes": -(-options.state_tokens // core.store.page_size)
@@ -143,8 +176,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--streams", type=int, default=32, help="that decode at once (32)")
     p.add_argument("--states", type=int, default=8, help="that go back and forth (8)")
     p.add_argument("--state-tokens", type=int, default=4096, help="of each (4096)")
-    p.add_argument("--seconds", type=float, default=2.0, help="of one window (2)")
-    p.add_argument("--windows", type=int, default=6, help="of either kind (6)")
+    p.add_argument("--seconds", type=float, default=1.0, help="of one window (1)")
+    p.add_argument("--windows", type=int, default=5, help="of each kind (5)")
     return p
 
 
@@ -153,7 +186,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = EngineConfig.page_size
     pages = options.states * -(-options.state_tokens // size) + options.streams * (2 + MOST_SAMPLED // size)
     config = EngineConfig(
-        load_format=options.load_format, seed=0, kv_pages=pages, cpu_kv_gib=options.cpu_kv_gib
+        load_format=options.load_format,
+        seed=0,
+        kv_pages=pages,
+        cpu_kv_gib=options.cpu_kv_gib,
+        overlap=True,
     )
     core = build_core(options.folder, config, text=False)
     try:

@@ -1,7 +1,7 @@
 """tools/bench/transfers: checks copies of KV pages between a GPU and pinned host memory, times them, and writes a page.
 
-docs/benchmarks/transfers.md and transfers.jsonl. The exit status is 1 if a byte was wrong (nothing is timed then) or,
-with --check, if a bar was missed; 2 for arguments that make no sense or without a GPU.
+docs/benchmarks/transfers.md and transfers.jsonl. The exit status is 1 if a byte was wrong (the run ends there) or, with
+--check, if a bar was missed; 2 for arguments that make no sense or without a GPU.
 """
 
 from __future__ import annotations

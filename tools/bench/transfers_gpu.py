@@ -8,35 +8,37 @@ page. `rate` is by a wall clock, from before the submit until the end is known, 
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
 from bench.kernels_record import Figure
-from bench.transfers_report import CEILINGS, CHOSEN, DEVICE_RATE, RATE, STEPS, SUBMIT
+from bench.transfers_report import CEILINGS, CHOSEN, DEVICE_RATE, LARGE_BYTES, RATE, STEPS, SUBMIT
 from dagengine_kvstore import Copy
-from dagengine_kvstore.cuda_copies import CudaCopies
+from dagengine_kvstore.cuda_copies import GATHER_PROGRAMS, HOST_PROGRAMS, CudaCopies
 from dagengine_kvstore.extents import Method
 from dagengine_kvstore.torch_arena import TorchArena
-from dagengine_kvstore.torch_copies import Direction
+from dagengine_kvstore.torch_copies import Direction, page_rows
 from dagengine_kvstore.torch_transfer import TorchTransfer
 
 ONE_CALL_EACH = "direct, one call per extent"
 
 PEAK = "one pinned copy"
 DIRECTIONS: tuple[Direction, ...] = ("store", "load")
-MOST_PIECES = 4096
-CHECKED_BYTES = 64 << 20
+MOST_PAGES = 4096
+LEAST_APART = 32 << 10  # bytes of an extent; below, the copy engine is far behind on a page of many layers
 STEP_BYTES = 8 << 30
-PACED = (20e9, 10e9)
 PARTS = 4
 BESIDE_S = 0.12
 BESIDE_TURNS = 3
 CYCLES_PER_S = 2e9
+DEVICE_TURNS = 3
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ QUICK = (*EXTENTS[::4], SHAPES[0], SHAPES[4])
 class Run:
     """What a run has measured, and what was wrong."""
 
-    until: float
+    begin: float
+    seconds: float
     figures: list[Figure] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -89,19 +92,37 @@ class Run:
 
     def has_time(self, what: str) -> bool:
         """Whether there is time for `what`; a note says that there was not."""
-        if time.monotonic() < self.until:
+        passed = time.monotonic() - self.begin
+        print(f"{passed:5.1f} s  {what}", file=sys.stderr)
+        if passed < self.seconds:
             return True
         self.notes.append(f"Left out for want of time: {what}.")
         return False
 
 
-class Bench:
-    """One case: its arena, the pages of its ticket, and the ways to copy them, all over one host memory."""
+def contenders(case: Case) -> tuple[str, ...]:
+    """What TorchTransfer is compared with: what it could have chosen instead, as far as that makes a difference."""
+    if case.num_layers > 1:
+        slow = {Method.DIRECT} if case.layer_bytes < LEAST_APART else set()
+        return tuple(method.value for method in Method if method not in slow)
+    if case.page_bytes > LARGE_BYTES:
+        return (Method.DIRECT.value,)
+    # No two pages are neighbours, so a buffer gains nothing.
+    ways = (Method.DIRECT.value, Method.KERNEL.value)
+    return (ONE_CALL_EACH, *ways) if case.page_bytes == LARGE_BYTES else ways
 
-    def __init__(self, case: Case, num_bytes: int) -> None:
+
+class Bench:
+    """One case: its arena, the pages of its ticket, and the ways to copy them, all over one host memory.
+
+    Args:
+        ways: CHOSEN, ONE_CALL_EACH or a method, each with copies of its own.
+        options: of TorchTransfer.
+    """
+
+    def __init__(self, case: Case, num_bytes: int, ways: Sequence[str] = (), **options: Any) -> None:
         self.case = case
-        most = max(8, MOST_PIECES // case.num_layers)
-        count = max(2, min(most, num_bytes // case.page_bytes))
+        count = max(2, min(MOST_PAGES, num_bytes // case.page_bytes))
         self.arena = TorchArena(case.num_layers, 2 * count, 1, 1, case.layer_bytes // 4, torch.int16, "cuda")
         rng = random.Random(case.name)
         devices = rng.sample(range(2 * count), count)
@@ -109,19 +130,22 @@ class Bench:
         rng.shuffle(hosts)
         self.pages = tuple(zip(devices, hosts, strict=True))
         self.num_bytes = count * case.page_bytes
-        self.transfer = TorchTransfer(self.arena, 2 * count)
+        self.transfer = TorchTransfer(self.arena, 2 * count, **options)
         self.transfer.host.prepare(2 * count)
-        self.chosen = self._copies(None)
-        self.ways: dict[str, CudaCopies] = {ONE_CALL_EACH: self._copies(Method.DIRECT, batch=False)}
-        for method in Method:
-            self.ways[method.value] = self._copies(method)
+        self.copies = {way: self._copies(way) for way in ways}
 
     def close(self) -> None:
         self.transfer.close()
 
-    def _copies(self, method: Method | None, *, batch: bool = True) -> CudaCopies:
+    def _copies(self, way: str) -> CudaCopies:
         pin = self.transfer.host.pin
-        made = CudaCopies(self.arena, self.transfer.host, method=method, batch=batch)
+        method = {CHOSEN: None, ONE_CALL_EACH: Method.DIRECT}
+        made = CudaCopies(
+            self.arena,
+            self.transfer.host,
+            method=method[way] if way in method else Method(way),
+            batch=way != ONE_CALL_EACH,
+        )
         self.transfer.host.pin = pin  # everything is pinned already, by the transfer
         return made
 
@@ -137,21 +161,21 @@ class Bench:
             if done[0].error is not None:
                 raise RuntimeError(done[0].error)
         else:
-            copies = self.ways[way]
-            end = copies.issue(kind, self.pages, [copies.mark()])
+            copies = self.copies[way]
+            end = copies.issue(kind, page_rows(self.pages), [copies.mark()])
             submitted = time.perf_counter()
             end.synchronize()
         return time.perf_counter() - begin, submitted - begin
 
     def device_seconds(self, way: str, kind: Direction, spin_s: float) -> float:
         """Seconds of the copy alone: it is queued behind a kernel that spins for `spin_s`."""
-        copies = self.chosen if way == CHOSEN else self.ways[way]
+        copies = self.copies[way]
         watch = torch.cuda.Stream()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         torch.cuda._sleep(int(spin_s * CYCLES_PER_S))
         start.record()
-        watch.wait_event(copies.issue(kind, self.pages, [copies.mark()]))
+        watch.wait_event(copies.issue(kind, page_rows(self.pages), [copies.mark()]))
         end.record(watch)
         end.synchronize()
         return start.elapsed_time(end) / 1e3
@@ -178,25 +202,24 @@ class Bench:
 
 
 def measure(num_bytes: int, repeats: int, *, quick: bool, seconds: float) -> Run:
-    """Check every way on every case, then time them in turns. Timing stops when `seconds` have passed."""
-    run = Run(time.monotonic() + seconds)
-    cases = QUICK if quick else (*SHAPES, *EXTENTS)
-    for case in cases:
-        bench = Bench(case, min(6 * case.page_bytes, CHECKED_BYTES))
-        faults = [bench.fault(way) for way in (CHOSEN, *bench.ways)]
-        run.faults += [fault for fault in faults if fault is not None]
-        bench.close()
-    if run.faults:
-        return run
+    """Check every way of a case, then time it, in turns; what has a bar goes first. A wrong byte ends the run, and no
+    further case is timed when `seconds` have passed.
+    """
+    run = Run(time.monotonic(), seconds)
     peaks = ceilings(run, num_bytes, repeats)
-    beside(run, num_bytes, quick=quick)
-    for case in cases:
+    beside(run, num_bytes, BARS)
+    for case in QUICK if quick else (*EXTENTS, *SHAPES):
         if not run.has_time(case.name):
             continue
-        bench = Bench(case, num_bytes)
+        bench = Bench(case, num_bytes, (CHOSEN, *contenders(case)))
+        run.faults += [fault for way in bench.copies if (fault := bench.fault(way)) is not None]
+        if run.faults:
+            return run
         for kind in DIRECTIONS:
             rates(run, bench, kind, repeats, peaks[kind])
         bench.close()
+    if not quick:
+        beside(run, num_bytes, OTHERS)
     return run
 
 
@@ -224,17 +247,18 @@ def ceilings(run: Run, num_bytes: int, repeats: int) -> dict[Direction, float]:
 
 def rates(run: Run, bench: Bench, kind: Direction, repeats: int, peak: float) -> None:
     """The rate of every way, in turns, and how long a submit takes."""
-    ways = (CHOSEN, *bench.ways)
+    ways = tuple(bench.copies)
     samples: dict[str, list[float]] = {way: [] for way in ways}
     submits: dict[str, list[float]] = {way: [] for way in ways}
     alone: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(repeats + 1):
         for way in ways:
             seconds, submitted = bench.run(way, kind)
-            on_device = bench.device_seconds(way, kind, 2 * submitted)
             if turn:
                 samples[way].append(bench.num_bytes / seconds / 1e9)
                 submits[way].append(submitted * 1e6)
+            if 0 < turn <= DEVICE_TURNS:
+                on_device = bench.device_seconds(way, kind, 2 * submitted)
                 alone[way].append(bench.num_bytes / on_device / 1e9)
     for way in ways:
         case = f"{bench.case.name}, {kind}"
@@ -304,38 +328,65 @@ class Background:
                 del self._open[completion.ticket]
 
 
-def beside(run: Run, num_bytes: int, *, quick: bool) -> None:
-    """Steps per second while pages of the 8B shape are copied all the time, beside the same steps alone."""
+@dataclass(frozen=True)
+class Beside:
+    """A way to copy pages of `case` while steps run; the defaults are TorchTransfer's own."""
+
+    case: Case
+    method: Method | None = None
+    rate: float | None = None  # of stores, bytes per second
+    gather_programs: int = GATHER_PROGRAMS
+    host_programs: int = HOST_PROGRAMS
+
+    @property
+    def name(self) -> str:
+        if self.method is None:
+            return CHOSEN if self.rate is None else f"{CHOSEN}, {self.rate / 1e9:.0f} GB/s"
+        programs = {Method.STAGED: self.gather_programs, Method.KERNEL: self.host_programs}
+        count = programs.get(self.method)
+        return self.method.value if count is None else f"{self.method.value}, {count} programs"
+
+
+BARS = (Beside(SHAPES[0]), Beside(SHAPES[1]))
+OTHERS = (
+    Beside(SHAPES[0], rate=25e9),
+    Beside(SHAPES[0], rate=10e9),
+    Beside(SHAPES[0], Method.STAGED),
+    Beside(SHAPES[0], Method.STAGED, gather_programs=16),
+    Beside(SHAPES[0], Method.KERNEL),
+    Beside(SHAPES[0], Method.KERNEL, host_programs=16),
+    Beside(SHAPES[0], Method.KERNEL, host_programs=8),
+    Beside(SHAPES[1], Method.DIRECT),
+    Beside(SHAPES[1], rate=10e9),
+)
+
+
+def beside(run: Run, num_bytes: int, ways: Sequence[Beside]) -> None:
+    """Steps per second while pages are copied all the time, beside the same steps alone."""
     steps = Steps()
-    ways: list[tuple[str, Method | None, float | None]] = [(CHOSEN, None, None)]
-    ways += [(method.value, method, None) for method in Method]
-    ways += [(f"{CHOSEN}, {rate / 1e9:.0f} GB/s", None, rate) for rate in PACED]
-    for case in SHAPES[:1] if quick else SHAPES[:2]:
-        bench = Bench(case, 2 * num_bytes)
-        for way, method, rate in ways if case is SHAPES[0] else ways[:1]:
-            if not run.has_time(f"steps beside {case.name}, {way}"):
-                continue
-            transfer = TorchTransfer(
-                bench.arena,
-                bench.transfer.num_host_pages,
-                store_bytes_per_s=rate,
-                copies=partial(CudaCopies, method=method),
-            )
-            transfer.host.prepare(transfer.num_host_pages)
-            for kind in DIRECTIONS if rate is None else DIRECTIONS[:1]:
-                _beside(run, steps, transfer, bench, kind, way)
-            transfer.close()
+    for way in ways:
+        if not run.has_time(f"steps beside {way.case.name}, {way.name}"):
+            continue
+        copies = partial(
+            CudaCopies,
+            method=way.method,
+            gather_programs=way.gather_programs,
+            host_programs=way.host_programs,
+        )
+        bench = Bench(way.case, 2 * num_bytes, store_bytes_per_s=way.rate, copies=copies)
+        for kind in DIRECTIONS if way.rate is None else DIRECTIONS[:1]:
+            _beside(run, steps, bench, kind, way.name)
         bench.close()
 
 
-def _beside(run: Run, steps: Steps, transfer: TorchTransfer, bench: Bench, kind: Direction, way: str) -> None:
+def _beside(run: Run, steps: Steps, bench: Bench, kind: Direction, way: str) -> None:
     """In turns: steps alone, steps with copies."""
     alone: list[float] = []
     copying: list[float] = []
     rates: list[float] = []
     for _ in range(BESIDE_TURNS):
         alone.append(steps.per_second(BESIDE_S, lambda: None))
-        background = Background(transfer, bench.pages, kind)
+        background = Background(bench.transfer, bench.pages, kind)
         begin = time.perf_counter()
         copying.append(steps.per_second(BESIDE_S, background.go_on))
         rates.append(background.num_bytes / (time.perf_counter() - begin) / 1e9)

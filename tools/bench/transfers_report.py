@@ -14,8 +14,10 @@ end is known; *submit* is how long the host is busy with it; *on the device* is 
 before the first could begin. `TorchTransfer` chooses for itself; `direct`, `staged` and
 `kernel` are what it chooses from. The peak is one copy of pinned memory, measured in this run by device events.
 Steps are products of 8 GiB of weights with a vector, two queued at a time; *of them alone* is their rate with copies
-under way over their rate alone. Every way copied random pages to the host and back before anything was timed. This page
-is generated from the JSON lines beside it."""
+under way over their rate alone. Every way copied random pages to the host and back before it was timed. Bars of
+`TorchTransfer`, by the wall clock: extents of 512 KiB and more at 90% of the peak, others within 10% of the fastest
+contender, steps beside stores at 95%; somebody waits for a load, which takes what it can get. This page is generated
+from the JSON lines beside it."""
 
 CHOSEN, RATE, DEVICE_RATE, SUBMIT, STEPS = "TorchTransfer", "rate", "device rate", "submit", "steps"
 CEILINGS = "ceilings"
@@ -35,7 +37,7 @@ def missed(figures: Sequence[Figure]) -> list[str]:
 def _missed_of(table: Table, case: str) -> Iterator[str]:
     steps = table.find(case, STEPS, CHOSEN)
     if steps is not None:
-        if steps.ratio is not None and steps.ratio < LEAST_OF_STEPS:
+        if "store" in case and steps.ratio is not None and steps.ratio < LEAST_OF_STEPS:
             yield f"Missed: {case}: {steps.ratio:.1%} of the steps alone, not {LEAST_OF_STEPS:.0%}."
         return
     rate = table.find(case, RATE, CHOSEN)
@@ -45,17 +47,10 @@ def _missed_of(table: Table, case: str) -> Iterator[str]:
         if rate.ratio < LEAST_OF_PEAK:
             yield f"Missed: {case}: {rate.ratio:.1%} of the peak, not {LEAST_OF_PEAK:.0%}."
         return
-    rate = table.find(case, DEVICE_RATE, CHOSEN)
-    if rate is None:
-        return
-    best = max(
-        (f for f in table.figures if f.case == case and f.metric == DEVICE_RATE), key=lambda f: f.value
-    )
+    best = max((f for f in table.figures if f.case == case and f.metric == RATE), key=lambda f: f.value)
     if rate.value < LEAST_OF_BEST * best.value:
-        yield (
-            f"Missed: {case}: on the device {rate.value / best.value:.1%} of {best.backend}, which is the fastest, "
-            f"not {LEAST_OF_BEST:.0%}."
-        )
+        share = f"{rate.value / best.value:.1%} of {best.backend}"
+        yield f"Missed: {case}: {share}, which is the fastest, not {LEAST_OF_BEST:.0%}."
 
 
 def extent_bytes(case: str) -> int | None:

@@ -290,9 +290,10 @@ def test_tickets_over_one_page_wait_for_each_other_and_others_do_not() -> None:
     assert (a, b, c, d, e) == ([], [], [first, compute], [third], [])
 
 
-def test_a_store_rate_holds_stores_back_and_nothing_else() -> None:
+def test_a_store_rate_holds_stores_back_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_transfer, "PACED_BYTES", 16)
     now = [0.0]
-    pages = arena(num_layers=1, page_size=1, num_kv_heads=1, head_dim=1 << 21)  # 8 MiB a page
+    pages = arena(num_layers=1, page_size=1, num_kv_heads=1, head_dim=2)  # 8 bytes a page
     issued: list[tuple[str, int]] = []
 
     class Watched(CpuCopies):
@@ -300,7 +301,7 @@ def test_a_store_rate_holds_stores_back_and_nothing_else() -> None:
             issued.append((kind, pages.shape[1]))
             return super().issue(kind, pages, after)
 
-    transfer = TorchTransfer(pages, 8, copies=Watched, store_bytes_per_s=16 << 20, clock=lambda: now[0])
+    transfer = TorchTransfer(pages, 8, copies=Watched, store_bytes_per_s=16, clock=lambda: now[0])
     stored = transfer.submit(Copy("store", ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4))))
     loaded = transfer.submit(Copy("load", ((9, 7),)))
     behind = transfer.submit(

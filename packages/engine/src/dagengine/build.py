@@ -52,6 +52,10 @@ from .weights import Closing, DummySource, SafetensorsSource, WeightSource, stor
 
 log = logging.getLogger("dagengine")
 
+STORE_BYTES_PER_S = 10e9
+"""Of stores to pinned memory, so that they take little of running steps: of the GPU's bandwidth and of the host's time.
+Loads have no limit, since somebody waits for them."""
+
 WIDE_ROW = 2**15
 """Elements from which on torch sums a row by itself in another way than among others (its grain size)."""
 
@@ -360,9 +364,11 @@ def _host_transfer(arena: TorchArena, num_pages: int, device: torch.device) -> T
     begin = time.perf_counter()
     try:
         with ExitStack() as unfinished:
-            transfer = TorchTransfer(arena, num_pages)
+            pinned = device.type == "cuda"
+            rate = STORE_BYTES_PER_S if pinned else None
+            transfer = TorchTransfer(arena, num_pages, store_bytes_per_s=rate)
             unfinished.callback(transfer.close)
-            if device.type == "cuda":
+            if pinned:
                 transfer.host.prepare(num_pages)
             unfinished.pop_all()
     except (KVStoreError, MemoryError, OSError, RuntimeError) as error:

@@ -78,9 +78,8 @@ class CudaCopies:
         self._device = arena.layer(0).device
         addresses = [arena.layer(layer).data_ptr() for layer in range(arena.num_layers)]
         self._addresses = np.array(addresses, np.int64)
-        self._chunks = np.zeros(
-            -(-host.num_pages // host.chunk_pages), np.int64
-        )  # addresses; 0: not asked for
+        num_chunks = -(-host.num_pages // host.chunk_pages)
+        self._chunks = np.zeros(num_chunks, np.int64)  # addresses; 0: not asked for yet
         self._layer_bytes = arena.page_bytes // arena.num_layers
         self._layer_offsets = np.arange(arena.num_layers) * self._layer_bytes
         self._page_bytes = arena.page_bytes
@@ -107,7 +106,7 @@ class CudaCopies:
         lane = self._lanes[kind]
         last = lane.copies if kind == "store" else lane.kernels
         if (pages[1, 1:] < pages[1, :-1]).any():
-            pages = pages[:, np.argsort(pages[1])]
+            pages = pages.take(np.argsort(pages[1]), axis=1)
         devices, hosts = pages
         addresses = self._host_addresses(hosts)
         method = self._method or choose(devices, addresses, len(self._addresses), self._layer_bytes)

@@ -42,11 +42,15 @@ def stretches(addresses: Numbers, page_bytes: int, devices: Numbers | None = Non
         addresses: [num_pages], of host pages, ascending.
         devices: [num_pages], device pages that must go up by one, too.
     """
-    broken = np.diff(addresses) != page_bytes
+    begins = np.ones(len(addresses), np.bool_)
+    begins[1:] = addresses[1:] - addresses[:-1] != page_bytes
     if devices is not None:
-        broken |= np.diff(devices) != 1
-    firsts = np.flatnonzero(np.concatenate(([len(addresses) > 0], broken)))
-    return firsts, np.diff(firsts, append=len(addresses))
+        begins[1:] |= devices[1:] - devices[:-1] != 1
+    firsts = np.flatnonzero(begins)
+    counts = np.empty_like(firsts)
+    counts[:-1] = firsts[1:] - firsts[:-1]
+    counts[-1:] = len(addresses) - firsts[-1:]
+    return firsts, counts
 
 
 def choose(devices: Numbers, addresses: Numbers, num_layers: int, layer_bytes: int) -> Method:

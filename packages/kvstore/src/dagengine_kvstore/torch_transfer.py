@@ -27,7 +27,7 @@ from dagengine_kvstore.tiers import Completion, Copy
 from dagengine_kvstore.torch_arena import TorchArena
 from dagengine_kvstore.torch_copies import Copies, CpuCopies, Direction, Mark, page_rows
 
-PACED_BYTES = 16 << 20
+PACED_BYTES = 64 << 20
 BURST_S = 0.05
 
 
@@ -58,7 +58,7 @@ class TorchTransfer:
         arena: the device's pages.
         num_host_pages: of the host tier; memory is mapped, and pinned for a GPU, in chunks as pages are first used.
         chunk_bytes: of such a chunk.
-        store_bytes_per_s: stores are issued no faster, in parts of 16 MiB or of what is due, by `submit` and `poll`, so
+        store_bytes_per_s: stores are issued no faster, in parts of 64 MiB or of what is due, by `submit` and `poll`, so
             that they leave bandwidth to running steps; None: all at once. Loads are never held back.
         copies: makes what copies, from the arena and the host pages; None: CpuCopies, or CudaCopies as it is.
         clock: seconds, for `store_bytes_per_s`.
@@ -165,7 +165,7 @@ class TorchTransfer:
         pages = page_rows(copy.pages)
         if not copy.pages:
             return pages
-        pages = pages[:, np.argsort(pages[1])]
+        pages = pages.take(np.argsort(pages[1]), axis=1)
         for side, ordered, limit in (
             ("device", np.sort(pages[0]), self._num_device_pages),
             ("host", pages[1], self.num_host_pages),
