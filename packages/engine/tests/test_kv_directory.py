@@ -144,16 +144,16 @@ def test_a_tier_is_closed_where_the_engine_cannot_be_made(
     closed: list[str] = []
     for kind in (PersistentTransfer, TorchTransfer):
         monkeypatch.setattr(kind, "close", lambda self: closed.append(type(self).__name__))
-    for broken in ("KVStore", "Recalls", "EngineCore"):
+    for broken in ("build.KVStore", "host_tier.Recalls", "build.EngineCore"):
         with monkeypatch.context() as planted:
-            planted.setattr(f"dagengine.build.{broken}", fail)
-            with pytest.raises(DagError if broken == "KVStore" else KVStoreError) as error:
+            planted.setattr(f"dagengine.{broken}", fail)
+            with pytest.raises(DagError if broken == "build.KVStore" else KVStoreError) as error:
                 start(model_folder, tmp_path / broken)
         assert (error.value.code, error.value.field) == ("invalid_size", "pin_budget")
         assert closed == ["PersistentTransfer", "TorchTransfer"], broken
         closed.clear()
     with monkeypatch.context() as planted:
-        planted.setattr("dagengine.build.PersistentTransfer", fail)
+        planted.setattr("dagengine.host_tier.PersistentTransfer", fail)
         with pytest.raises(DagError):
             start(model_folder, tmp_path / "directory")
     assert closed == ["TorchTransfer"]
@@ -165,6 +165,6 @@ def test_a_fault_of_the_programs_own_is_not_blamed_on_an_option(
     def fail(*_: Any, **__: Any) -> None:
         raise TypeError("planted")
 
-    monkeypatch.setattr("dagengine.build.TorchTransfer", fail)
+    monkeypatch.setattr("dagengine.host_tier.TorchTransfer", fail)
     with pytest.raises(TypeError, match="planted"):
         start(model_folder, tmp_path)
