@@ -421,7 +421,7 @@ class EngineCore(StateOperations):
             if isinstance(work, Restore):
                 self._stats.restored_tokens += chunk.count
                 if work.committed:
-                    self._scheduler.finish_restore(work)
+                    self._scheduler.bringing.finish_restore(work)
 
     def _take_results(self, launch: Launch) -> None:
         for row, (sequence, result) in enumerate(zip(launch.sequences, launch.results, strict=True)):
@@ -565,7 +565,7 @@ class EngineCore(StateOperations):
             if chunk.work.phase is not Phase.RUNNING:
                 continue
             if isinstance(chunk.work, Restore):
-                self._scheduler.fail_restore(chunk.work, as_dag_error(error))
+                self._scheduler.bringing.fail_restore(chunk.work, as_dag_error(error))
             elif isinstance(chunk.work, Sequence):
                 self._fail_sequence(chunk.work, as_dag_error(error))
         self.store.check()
