@@ -280,9 +280,9 @@ class KVStore:
             field = f"reads[{index}]"
             check_readable(read.node, read.start, read.stop, None, field)
             span = self._books.holds.page_range(read.start, read.stop)
-            run = tuple(page for page in read.node.pages[span.start : span.stop] if page is not None)
-            runs.append(run)
-            if len(run) < len(span):
+            pages = read.node.pages[span.start : span.stop]
+            runs.append(tuple(pages))  # type: ignore[arg-type]  # none is missing, or nothing is leased
+            if len(pages) < len(span) or None in pages:
                 check_held(read.node, read.start, read.stop, passed=False, field=field)
                 tiers = {page_tier(read.node, i) for i in span if read.node.pages[i] is None}
                 missing.setdefault(read.node, set()).update(tiers)
@@ -293,8 +293,7 @@ class KVStore:
             read.node.leases += 1
             read.node.last_used = use
             self._claims.end(read.node, self._books.holds.page_range(read.start, read.stop))
-            for page in run:
-                self._books.pool.share(page)
+            self._books.pool.share(*run)
         lease = Lease(self._books.pool, self.page_size, reads, tuple(runs), self._books.end_lease)
         self._books.leases[lease] = None
         return lease
