@@ -51,6 +51,36 @@ def test_what_was_offloaded_is_found_by_the_next_engine(model_folder: Path, tmp_
         assert (answer.dag.reloaded, answer.dag.reused, answer.dag.computed) == (100, 100, 2)
 
 
+def test_what_left_both_tiers_is_found_for_an_input_and_computed_again_for_a_state(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    def leave_both_tiers(core: Any) -> None:
+        store = core.store
+        node, _ = store.resolve(state.id)
+        store.evict(node)
+        store.evict_host(node)
+        writer = store.begin([], [], 0, signature={})
+        writer.reserve(store.num_unused * store.page_size)
+        writer.abort()
+        assert store.tier(node) is Tier.NOWHERE
+
+    def written(core: Any) -> int:
+        core.pump()
+        return core.host_tier.transfer.stats.pages_written
+
+    with start(model_folder, tmp_path) as llm:
+        state = llm.prefill(PROMPT)
+        offload(llm, state)
+        while llm.engine.ask(written) < 25:
+            pass
+        llm.engine.ask(leave_both_tiers)
+        read = llm.generate([5, 6], context=[state], max_tokens=2, temperature=0, keep=False)
+        assert (read.dag.computed, read.dag.reloaded) == (104, 0)
+        llm.engine.ask(leave_both_tiers)
+        found = llm.generate(PROMPT, max_tokens=2, temperature=0, keep=False)
+        assert (found.dag.computed, found.dag.reloaded) == (2, 100)
+
+
 def test_another_model_finds_nothing(model_folder: Path, tmp_path: Path) -> None:
     with start(model_folder, tmp_path) as llm:
         offload(llm, llm.prefill(PROMPT))
