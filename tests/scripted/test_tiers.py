@@ -480,7 +480,7 @@ class LateDirectory:
 def with_late_directory(run: World) -> tuple[LateDirectory, Recalls]:
     directory = LateDirectory()
     recalls = Recalls(run.core.store, directory)  # type: ignore[arg-type]
-    run.core._scheduler._recalling = Recalling(recalls)
+    run.core._scheduler.queues.recalling = Recalling(recalls)
     return directory, recalls
 
 
