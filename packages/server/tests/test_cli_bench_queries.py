@@ -216,7 +216,7 @@ def test_bulk_takes_evidence_of_its_own(
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = ["--model", str(model_folder), "--device", "cpu", "--threads", "1", "--page-size", "8"]
     rows = measure(capsys, "bulk", *options, "--evidence", str(file), "--window", "2")
-    found = by_metric(rows, "2 questions, evidence evidence.jsonl, bulk all")
+    found = by_metric(rows, "evidence evidence.jsonl, bulk all, 2 questions")
     assert found["fragment overlap", None]["value"] == pytest.approx(2 / 5)
     assert found["fan-out", None]["n"] == 2 and found["fragment length", None]["n"] == 3
     assert found["span hit rate, span queries", None]["value"] > 0.3
@@ -244,7 +244,7 @@ def test_a_made_model_with_words_takes_queries_and_no_other_texts(
         "0",
     ]
     rows = measure(capsys, "bulk", "--model", str(folder), "--device", "cpu", "--threads", "1", *sizes)
-    assert rows[0]["case"].startswith("made, 4 questions, 2 fragments x 9")
+    assert rows[0]["case"].startswith("made, 2 fragments x 9, question 32, overlap 0, bulk all, 4 questions")
 
 
 @pytest.mark.parametrize(
