@@ -121,7 +121,7 @@ def bulk(
                 for size in bulks:
                     says = sizes.says(workload.made_with) if given is None else f"evidence {evidence.name}"
                     say(f"measuring {says}, bulk {size}")
-                    case = f"{common.label}, {total} questions, {says}, bulk {size}, {window} at once, in process"
+                    case = f"{common.label}, {says}, bulk {size}, {total} questions, {window} at once, in process"
                     figures += runs.measure(case, size, repeats)
             device = probe.device
     publish("bulk", figures, where.on(*device), common.destination, BARS)

@@ -40,7 +40,7 @@ FACTORS: Mapping[float, tuple[str, Mapping[str, float]]] = {
 BARS = tuple(
     Bar(
         f"{name}-like, bulk {bulk}",
-        f"10 fragments x 100, question 32, overlap {overlap:g}, bulk {bulk},",
+        f"llama-3.1-8b, 10 fragments x 100, question 32, overlap {overlap:g}, bulk {bulk},",
         THROUGHPUT, PLAIN, ratio_of, factor, "x", True,
     )
     for overlap, (name, factors) in FACTORS.items()

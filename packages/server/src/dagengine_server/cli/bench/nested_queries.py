@@ -176,6 +176,11 @@ class NestedQueries:
             )
         for metric, measure, unit in (
             ("query sent to the judge's first token", lambda run: [(run.inner + run.first) * 1e3], "ms"),
+            (
+                "judge's first token in the engine",
+                lambda run: [(run.judge.engine_ttft - run.judge.waited) * 1e3],
+                "ms",
+            ),
             ("candidates generated", lambda run: [run.inner * 1e3], "ms"),
             ("judge's TPOT", lambda run: [] if run.judge.tpot is None else [run.judge.tpot * 1e3], "ms"),
             ("throughput, one query at a time", lambda run: [1 / run.whole], "queries/s"),

@@ -69,9 +69,6 @@ def rag(
 
     With --endpoint the questions are span queries through a server, beside the same text as plain prompts.
     """
-    from .bandwidth import Bandwidth
-    from .probe import Probe
-
     sizes = counts(documents, DOCUMENTS, "documents")
     if endpoint is not None:
         _through_endpoint(
@@ -79,6 +76,9 @@ def rag(
         )
         return
     refuse_without_endpoint(api_key=api_key, answer=answer)
+    from .bandwidth import Bandwidth
+    from .probe import Probe
+
     say(str(common.threads))
     where = circumstances(command_line("rag"), common.threads.count)
     page = common.page_size

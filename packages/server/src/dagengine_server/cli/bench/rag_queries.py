@@ -165,6 +165,16 @@ class RagQueries:
             HIT.beside(case, backend, "sooner than a plain prompt, cached", plain / cached.value),
             MISS.beside(case, backend, "sooner than a plain prompt, cold", plain / cold.value),
         ]
+        for name, found in replies.items():
+            figures.append(
+                Figure.of(
+                    case,
+                    backend,
+                    f"in the engine: {name}",
+                    [reply.engine_ttft * 1e3 for reply in found],
+                    "ms",
+                )
+            )
         for name in (CACHED, COLD):
             figures += self._columns(case, name, length, plain_tokens)
         figures += self._pace(case, backend)
@@ -191,11 +201,6 @@ class RagQueries:
             many("judge's input", [reply.seen for reply in found], "tokens"),
             many("planning", [reply.timing["plan"] for reply in found], "ms"),
             many("tokenizing", [reply.timing["tokenize"] for reply in found], "ms"),
-            many(
-                "first token in the engine, fragments there",
-                [reply.engine_ttft * 1e3 for reply in found],
-                "ms",
-            ),
             many("padding", [max(0, tokens) for tokens in extra], "tokens"),
             many("cropping", [max(0, -tokens) for tokens in extra], "tokens"),
         ]

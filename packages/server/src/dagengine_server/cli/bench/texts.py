@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import islice
 
 from ..console import CommandError
 from .words import COMMON
 
 TRIES = 100
+ENOUGH = 128
+"""Words that texts are made of, if the tokenizer has as many."""
 
 
 class Texts:
@@ -23,7 +26,8 @@ class Texts:
 
     def __init__(self, count: Callable[[str], int], seed: int) -> None:
         self._count, self._random = count, random.Random(seed)
-        self._words = [word for word in COMMON if count(f"{word} {word}") == 2]
+        good = (word for word in COMMON if count(f"{word} {word}") == 2)
+        self._words = list(islice(good, ENOUGH))
         if len(self._words) < 2:
             raise CommandError("the model's tokenizer has no words of one token each", "model")
         self._given: set[str] = set()
