@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dagengine_kernels import AttentionBackend
 from dagengine_kvstore import KVStore, KVStoreError, NodeRecord, Read, Reposition
+from dagengine_kvstore.torch_arena import TorchArena
 from dagengine_positions import ModelAdapter, ModelGeometry
 
 from .attention import choose_backend, make_backend
@@ -205,6 +206,11 @@ class EngineCore:
             )
         except Exception as error:
             raise as_dag_error(error, "state") from None
+
+    @property
+    def arena(self) -> TorchArena:
+        """The tensors of the KV pages; to be looked at on the engine's thread."""
+        return self._runner.arena
 
     def reposition(
         self, state_id: str, start: int, *, salt: str = "", copy: bool = False, keep: Keep | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .. import options
 from ..console import new_app
-from . import branches, dag, make_model, needle, nested, offline, quality, rag, serve
+from . import branches, dag, make_model, needle, nested, offline, quality, rag, reposition, serve
 
 app = new_app("Measure a model or a server, each figure beside its baseline.")
 
@@ -21,6 +21,7 @@ for module, name in (
     (branches, "branches"),
     (needle, "needle"),
     (quality, "quality"),
+    (reposition, "reposition"),
     (offline, "offline"),
     (serve, "serve"),
     (make_model, "make-model"),

@@ -1,4 +1,5 @@
-"""Runs the cases of `tools/bench/reposition` on an arena: checks rows against float64, then times plan and run.
+"""Moves KV pages of a model's shape by plans, on an arena of its own: rows checked against float64, then plan and run
+timed.
 
 A case's rate counts the tokens that were asked for, however often the plan moves them.
 """
@@ -15,18 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.kernels_record import Figure, percentile
-from bench.reposition_cases import Case, cases
 from dagengine.repositioning import PageMover
 from dagengine_kernels import RotaryTable, build_table, relocate, rotate_by_delta
 from dagengine_kvstore import MovePlan, plan_moves
 from dagengine_kvstore.torch_arena import TorchArena
 
-BENCH = "reposition"
-PUBLISHED = "500 tokens/ms, published for CIDRA, not measured here"
-PUBLISHED_RATE = 500.0
+from .moves import Case, cases
+from .rates import RATE, rate_of
+from .record import Figure
+
 COPY = "plain copy of this run"
-RATE = "tokens/ms"
 WORST_ERROR = {torch.bfloat16: 4e-3, torch.float32: 2e-6}
 CHECKED = 12
 MOST_STEPS_BY_LAYER = 100
@@ -35,13 +34,18 @@ MOST_STEPS_BY_LAYER = 100
 
 @dataclass(frozen=True)
 class Shape:
-    """What is moved: layers, KV heads, head dimension and rows per page, in one dtype."""
+    """What is moved: layers, KV heads, head dimension and rows per page, in one dtype.
+
+    Attributes:
+        label: of the model, in front of every case.
+    """
 
     layers: int = 32
     kv_heads: int = 8
     head_dim: int = 128
     page_size: int = 64
     dtype: torch.dtype = torch.bfloat16
+    label: str = ""
 
     @property
     def token_bytes(self) -> int:
@@ -62,11 +66,22 @@ class Run:
     faults: list[str] = field(default_factory=list)
 
     def add(self, figure: Figure) -> None:
-        self.figures.append(replace(figure, bench=BENCH))
+        self.figures.append(replace(figure, case=f"{self.shape.label}, {figure.case}"))
 
 
-def measure(shape: Shape, device: str, pages: int, repeats: int, width: int, only: str = "") -> Run:
-    """Everything, on an arena of twice `pages` pages and the spare ones."""
+def measure_moves(
+    shape: Shape,
+    device: str,
+    pages: int,
+    repeats: int,
+    width: int,
+    only: str = "",
+    report: Callable[[str], None] | None = None,
+) -> Run:
+    """All cases whose names contain `only`, on an arena of twice `pages` pages and the spare ones.
+
+    K is turned by angles that are not the model's, which takes as long.
+    """
     arena = TorchArena(
         shape.layers, 2 * pages + width, shape.page_size, shape.kv_heads, shape.head_dim, shape.dtype, device
     )
@@ -78,6 +93,8 @@ def measure(shape: Shape, device: str, pages: int, repeats: int, width: int, onl
     copied = _plain_copy(run, pages)
     for case in cases(pages, shape.page_size, width):
         if only in case.name:
+            if report is not None:
+                report(case.name)
             _measure(run, case, pages, copied)
     return run
 
@@ -145,14 +162,13 @@ def _rates(
     samples: list[float],
     copied: float | None = None,
 ) -> None:
-    """The rate of the median time; p95 and p99 are the rates of the slow ends."""
-    ordered = sorted(samples)
-    p50, p95, p99 = (tokens / percentile(ordered, q) for q in (0.5, 0.95, 0.99))
-    rate = Figure.count(case, backend, metric, p50, RATE)
-    rate = replace(rate, n=len(ordered), p50=p50, p95=p95, p99=p99).against(PUBLISHED, PUBLISHED_RATE)
+    """The rate, and beside it that of the plain copy."""
+    rate = rate_of(case, backend, metric, tokens, samples)
     run.add(rate)
     if copied is not None:
-        run.add(Figure.count(case, backend, "of the plain copy", p50 / copied, "x").against(COPY, copied))
+        run.add(
+            Figure.count(case, backend, "of the plain copy", rate.value / copied, "x").against(COPY, copied)
+        )
 
 
 def _check(run: Run, case: Case, mover: PageMover, plan: MovePlan) -> float:
