@@ -5,8 +5,7 @@
     question       Who is the winner of the race?
     right          answers that name Ingrid and nobody else of `NAMES`
 
-The wording is fixed. Of a few that were tried on one small model it is one that the model answers over two fragments;
-nothing was chosen by how answers change with more of them.
+The wording is fixed: of those tried on one small model it is the one that the model answered best over two fragments.
 """
 
 from __future__ import annotations
