@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from dagengine.move_cases import cases
 from dagengine.repositioning import PageMover
 from dagengine_kvstore import MovePlan, plan_moves
 from dagengine_server.cli import main
 from dagengine_server.cli.bench import reposition as command
-from dagengine_server.cli.bench.moves import cases
 from dagengine_server.cli.bench.record import load_lines
 
 SIZES = "--documents 3 --tokens 44 --question 6 --repeats 2 --moves 1 --width 2 --page-size 16".split()

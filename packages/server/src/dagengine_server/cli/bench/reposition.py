@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,17 +24,16 @@ from .record import Figure, circumstances, command_line
 from .report import Bar, number, value_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from dagengine import State
     from dagengine.core import EngineCore
+    from dagengine.move_trials import MoveTrial
 
-    from .moving import Shape
     from .probe import Probe
 
 ANSWER = 2
 """Tokens of a reader; while the first comes it still holds its pages."""
 MOVED = "bytes moved"
+OF_COPY, COPY = "of the plain copy", "plain copy of this run"
 COPIED = "copied through the engine"
 BARS = (
     Bar(
@@ -61,7 +61,7 @@ COLUMNS = (
     ("p50", RATE, "p50"),
     ("p95", RATE, "p95"),
     ("p99", RATE, "p99"),
-    ("of the plain copy", "of the plain copy", "value"),
+    (OF_COPY, OF_COPY, "value"),
     ("GB/s", "bandwidth", "value"),
     ("steps", "steps", "value"),
     ("spare pages", "spare pages", "value"),
@@ -89,7 +89,8 @@ def reposition(
     cases: Annotated[str, typer.Option(help="only plans of moves whose names contain this")] = "",
 ) -> None:
     """KV at other positions: read there, copied there, moved there; in tokens a millisecond, beside plain copies."""
-    from .moving import measure_moves
+    from dagengine.move_trials import ArenaShape, try_moves
+
     from .probe import Probe
 
     say(str(common.threads))
@@ -106,13 +107,20 @@ def reposition(
                 raise CommandError(f"{longest} tokens are too many: {limit}", "documents")
             say("reading and copying")
             figures = _read_and_copy(probe, common.label, documents, tokens, question, repeats)
-            shape = _shape(probe.core, common.label)
-            device, kind = probe.device, probe.core.attention.device.type
-    run = measure_moves(shape, kind, pages, moves, width, cases, lambda name: say(f"moving: {name}"))
-    figures += run.figures
+            shape, device = ArenaShape.of(probe.core.arena), probe.device
+    faults, copied = [], None
+    for trial in try_moves(shape, pages, moves, width, cases):
+        say(f"moved: {trial.case}")
+        if trial.right:
+            copied = copied or trial
+            figures += _of_trial(common.label, trial, copied)
+        else:
+            faults.append(
+                f"{trial.case}: K's error is {trial.error:.3g}, at most {trial.limit} is rounding; or V changed"
+            )
     publish("reposition", figures, where.on(*device), common.destination, BARS, _summary(figures))
-    if run.faults:
-        raise CommandError("; ".join(run.faults), None, "wrong_result")
+    if faults:
+        raise CommandError("; ".join(faults), None, "wrong_result")
 
 
 command = arguments.command(reposition)
@@ -165,10 +173,10 @@ def _read_and_copy(
     ]
 
 
-def _rows(probe: Probe, states: Sequence[State]) -> list[Tensor]:
+def _rows(probe: Probe, states: Sequence[State]) -> list[Any]:
     """Copies of the rows of states in every layer."""
 
-    def copy(core: EngineCore) -> list[Tensor]:
+    def copy(core: EngineCore) -> list[Any]:
         nodes = [core.store.resolve(state.id)[0] for state in states]
         pages = [page for node in nodes for page in node.pages]
         assert None not in pages, "the documents are resident"
@@ -177,12 +185,39 @@ def _rows(probe: Probe, states: Sequence[State]) -> list[Tensor]:
     return probe.llm.engine.ask(copy)
 
 
-def _shape(core: EngineCore, label: str) -> Shape:
-    from .moving import Shape
-
-    layer = core.arena.layer(0)
-    _, _, heads, size, dim = layer.shape
-    return Shape(core.arena.num_layers, heads, dim, size, layer.dtype, label)
+def _of_trial(label: str, trial: MoveTrial, copied: MoveTrial) -> list[Figure]:
+    """A trial's figures; `copied` is the plain copy."""
+    case, ran, plan = f"{label}, {trial.case}", trial.implementation, trial.plan
+    rate = rate_of(case, ran, RATE, trial.tokens, trial.running)
+    bandwidth = 2 * trial.bytes_written / median(trial.running) / 1e6
+    figures = [rate, Figure.count(case, ran, "bandwidth", bandwidth, "GB/s")]
+    if plan is None:
+        return figures
+    plain = copied.tokens / median(copied.running)
+    both = [a + b for a, b in zip(trial.planning, trial.running, strict=True)]
+    asked = trial.tokens * trial.token_bytes
+    figures += [
+        Figure.count(case, ran, OF_COPY, rate.value / plain, "x").against(COPY, 1.0),
+        rate_of(case, ran, "tokens/ms with planning", trial.tokens, both),
+        Figure.of(case, ran, "planning", trial.planning, "ms"),
+    ]
+    for metric, value, unit in (
+        ("error", trial.error, ""),
+        ("tokens", trial.tokens, "tokens"),
+        ("steps", len(plan.steps), ""),
+        ("spare pages", plan.num_spare_pages, "pages"),
+        ("host pages", plan.num_host_pages, "pages"),
+        ("bytes written", trial.bytes_written, "B"),
+        ("bytes written, of those asked for", trial.bytes_written / asked, "x"),
+    ):
+        figures.append(Figure.count(case, ran, metric, value, unit))
+    if trial.layer_by_layer:
+        alone = rate_of(case, "cuda, layer by layer", RATE, trial.tokens, trial.layer_by_layer)
+        figures += [
+            alone,
+            Figure.count(case, alone.backend, OF_COPY, alone.value / plain, "x").against(COPY, 1.0),
+        ]
+    return figures
 
 
 def _summary(figures: Sequence[Figure]) -> str:
