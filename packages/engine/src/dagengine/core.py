@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dagengine_kernels import AttentionBackend
 from dagengine_kvstore import KVStore, KVStoreError, Mover, NodeRecord
+from dagengine_kvstore.torch_arena import TorchArena
 from dagengine_positions import ModelAdapter, ModelGeometry
 
 from .attention import choose_backend, make_backend
@@ -185,6 +186,11 @@ class EngineCore(StateOperations):
             return False
         self._finish(running, error or DagError("cancelled", "the request was cancelled"))
         return True
+
+    @property
+    def arena(self) -> TorchArena:
+        """The tensors of the KV pages; to be looked at on the engine's thread."""
+        return self._runner.arena
 
     def check(self, request: Request) -> None:
         """What can be refused by looking at a request alone. Raises: DagError."""

@@ -133,8 +133,14 @@ def verdicts(figures: Sequence[Figure], bars: Sequence[Bar] = BARS) -> list[Verd
     return [Verdict(bar, bar.find(figures)) for bar in bars]
 
 
-def markdown(figures: Sequence[Figure], where: Circumstances, title: str, bars: Sequence[Bar] = BARS) -> str:
-    """The page: circumstances, bars if there are any, and every figure."""
+def markdown(
+    figures: Sequence[Figure],
+    where: Circumstances,
+    title: str,
+    bars: Sequence[Bar] = BARS,
+    summary: str = "",
+) -> str:
+    """The page: circumstances, bars if there are any, the summary (Markdown), and every figure."""
     versions = ", ".join(f"{name} {version}" for name, version in where.versions.items())
     lines = [
         f"# {title}",
@@ -157,6 +163,8 @@ def markdown(figures: Sequence[Figure], where: Circumstances, title: str, bars: 
         lines += ["## Bars", "", "| bar | goal | measured | |", "|---|---|---|---|"]
         lines += [f"| {v.bar.title} | {v.goal} | {v.measured} | {v.word} |" for v in verdicts(figures, bars)]
         lines.append("")
+    if summary:
+        lines += ["## Summary", "", summary.rstrip(), ""]
     lines += ["## Figures", ""]
     for case in dict.fromkeys(figure.case for figure in figures):
         lines += [f"### {case}", "", _row(COLUMNS), _row(["---"] * len(COLUMNS))]
