@@ -26,7 +26,7 @@ from .latency import Stream
 TIMEOUT_S = 600.0
 CHATS = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
-MESSAGE = Mapping[str, str]
+Message = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,10 @@ class Reply(Stream):
     """One streamed answer.
 
     Attributes:
-        input_tokens, cached_tokens, generated: of the usage that the server told; of a query those of all its calls.
         dag: of the answer. record, timing: of the whole query; empty for a chat.
     """
 
     text: str = ""
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    generated: int = 0
     dag: Mapping[str, Any] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)
     timing: Mapping[str, float] = field(default_factory=dict)
@@ -61,13 +57,8 @@ class Reply(Stream):
 
     @property
     def backend(self) -> str:
-        return str(self.dag_record.get("backend") or "")
-
-    @property
-    def dag_record(self) -> Mapping[str, Any]:
-        """The query's record, or the chat's."""
-        found: Mapping[str, Any] = self.record or self.dag.get("record", {})
-        return found
+        """The attention backend of a query."""
+        return str(self.record["backend"])
 
     @property
     def waited(self) -> float:
@@ -84,7 +75,7 @@ class Endpoint:
     """A client of one server, with one connection for each request at once.
 
     Args:
-        salt: separates the states and pages of this client from all others.
+        url: its address, with or without `/v1`.
 
     Raises:
         CommandError: it does not answer, or is no such server.
@@ -101,7 +92,7 @@ class Endpoint:
         self._used: set[str] = set()
 
     def salt(self, name: str) -> str:
-        """A `cache_salt` under which nothing is known, but what was sent under this name since `release`."""
+        """The `cache_salt` of a name: nothing is found under it but what this client sent under the name."""
         self._used.add(name)
         return f"{self._salts}-{name}"
 
@@ -109,7 +100,7 @@ class Endpoint:
         """Tokens of a text, without special ones."""
         return self._tokens({"prompt": text, "add_special_tokens": False})
 
-    def count_chat(self, messages: Sequence[MESSAGE], *, generate: bool = True) -> int:
+    def count_chat(self, messages: Sequence[Message], *, generate: bool = True) -> int:
         """Tokens of a chat as a plain prompt."""
         return self._tokens({"messages": list(messages), "add_generation_prompt": generate})
 
@@ -125,13 +116,12 @@ class Endpoint:
         params = {"stream": "true", "cache_salt": self.salt(name)}
         return self._streamed("/v1/query/execute", params, dump_query(query))
 
-    def chat(self, messages: Sequence[MESSAGE], name: str, **options: Any) -> Reply:
+    def chat(self, messages: Sequence[Message], name: str, **options: Any) -> Reply:
         """The streamed answer of a plain prompt: what OpenAI's clients send, with prefix reuse alone."""
-        streamed = {"stream_options": {"include_usage": True}, **options}
-        return self._streamed(CHATS, {}, self._chat(messages, name, streamed))
+        return self._streamed(CHATS, {}, self._chat(messages, name, options))
 
     def answers(
-        self, messages: Sequence[MESSAGE], name: str, options: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[Message], name: str, options: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Answer], float]:
         """Whole answers to one plain prompt, a call for each of `options`, all at once; and when the first was sent."""
         bodies = [
@@ -150,7 +140,7 @@ class Endpoint:
         return [_answer(response) for response in found], begin
 
     def release(self, name: str) -> None:
-        """Let go of every state that was made under a name."""
+        """Let go of every state that was made under a name; pages that nobody takes may still be found."""
         params = {"cache_salt": self.salt(name)}
         while True:
             listed = self._whole("GET", "/v1/states", params)
@@ -177,7 +167,7 @@ class Endpoint:
     ) -> None:
         self.close()
 
-    def _chat(self, messages: Sequence[MESSAGE], name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _chat(self, messages: Sequence[Message], name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "model": self.model,
             "messages": list(messages),
@@ -220,15 +210,16 @@ class Endpoint:
         except httpx.HTTPError as error:
             raise _silent(error) from None
         reply.end = time.perf_counter()
-        if not reply.dag:
-            raise CommandError("an answer does not say what was read; is it a dagengine server?", "endpoint")
+        if "waited" not in reply.dag.get("timing_ms", ()):
+            message = "an answer does not say what it waited for; is it a dagengine server of this version?"
+            raise CommandError(message, "endpoint")
         begin, end = reply.dag["spans"]["output"]
         reply.tokens = end - begin
         return reply
 
 
 def _take(at: float, chunk: Mapping[str, Any], reply: Reply) -> None:
-    """One event: new text, how the answer ended, what was used."""
+    """One event: new text, how the answer ended, what was done for it."""
     if "error" in chunk:
         raise CommandError(f"the server ended an answer: {str(chunk['error'])[:300]}", "endpoint")
     for choice in chunk.get("choices") or ():
@@ -245,9 +236,6 @@ def _take(at: float, chunk: Mapping[str, Any], reply: Reply) -> None:
         reply.record, reply.timing = about["record"], about["timing_ms"]
     elif about:
         reply.dag = about
-    if used := chunk.get("usage"):
-        reply.input_tokens, reply.generated = used["prompt_tokens"], used["completion_tokens"]
-        reply.cached_tokens = used["prompt_tokens_details"]["cached_tokens"]
 
 
 def _answer(response: httpx.Response) -> Answer:

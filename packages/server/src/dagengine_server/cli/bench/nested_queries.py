@@ -20,7 +20,7 @@ from typing import Any
 
 from dagengine_core_graph.query import Query, cross, g, repeat, system, user
 
-from .endpoint import MESSAGE, Endpoint, Reply
+from .endpoint import Endpoint, Message, Reply
 from .published import Mark
 from .record import Figure
 from .report import Bar, times_sooner
@@ -152,7 +152,7 @@ class NestedQueries:
         texts, lengths = [answer.text for answer in found], [answer.tokens for answer in found]
         return Run(judge, judge.begin - begin, judge.ttft, texts, lengths)
 
-    def _messages(self, *answers: str, user: str) -> list[MESSAGE]:
+    def _messages(self, *answers: str, user: str) -> list[Message]:
         said = [("system", self._prompt), *(("assistant", text) for text in answers), ("user", user)]
         return [{"role": role, "content": text} for role, text in said]
 

@@ -20,7 +20,7 @@ from statistics import mean
 
 from dagengine_core_graph.query import Query, cross, g, plus, system, user
 
-from .endpoint import MESSAGE, Endpoint, Reply
+from .endpoint import Endpoint, Message, Reply
 from .published import Mark
 from .record import Figure
 from .report import Bar, times_sooner, value_of
@@ -56,7 +56,7 @@ class Question:
         )
 
     @property
-    def messages(self) -> list[MESSAGE]:
+    def messages(self) -> list[Message]:
         texts = [("system", self.before), *(("user", text) for text in (*self.documents, self.asked))]
         return [{"role": role, "content": text} for role, text in texts]
 
