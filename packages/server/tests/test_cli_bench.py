@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,3 +113,43 @@ def test_bars_are_judged_by_the_figure_that_they_name() -> None:
 def test_figures_survive_their_lines_of_json() -> None:
     figures = [Figure.count("case", "b", "metric", 3, "B").against("other", 4)]
     assert record.load_lines(record.dump_lines(figures, WHERE)) == (figures, WHERE)
+
+
+def test_a_bench_that_is_told_to_end_leaves_no_files(tmp_path: Path) -> None:
+    command = [
+        "bench",
+        "offline",
+        "--shape",
+        "tiny",
+        "--streams",
+        "64",
+        "--repeats",
+        "500",
+        "--device",
+        "cpu",
+    ]
+    program = "import sys; from dagengine_server.cli import main; sys.exit(main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *command],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "measuring" in line:
+                break
+        assert any(path.name.startswith("dagengine-bench-") for path in tmp_path.iterdir())
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not any(path.name.startswith("dagengine-bench-") for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("objective", ["--slo-ttft", "--slo-tpot", "--slo-e2e"])
+@pytest.mark.parametrize("value", ["-1", "0"])
+def test_an_objective_that_nothing_could_meet_is_refused(
+    objective: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serve", "--model", "m", objective, value]) == 2
+    assert objective in capsys.readouterr().err

@@ -21,10 +21,10 @@ from dagengine_core_graph.query import (
     Query,
     cross,
     g,
+    join_path,
     plan,
     plus,
 )
-from dagengine_core_graph.query.expressions import join_path
 
 from .haystack import QUESTION, Haystack, is_right, names_in
 

@@ -51,10 +51,10 @@ def command(
     ] = False,
     highest_id: Annotated[int, typer.Option(min=101, help="token ids are drawn below it")] = 30000,
     slo_ttft: Annotated[
-        float | None, typer.Option(help="ms to the first token that count as served well")
+        float | None, typer.Option(min=0.001, help="ms to the first token that count as served well")
     ] = None,
-    slo_tpot: Annotated[float | None, typer.Option(help="ms per further token")] = None,
-    slo_e2e: Annotated[float | None, typer.Option(help="ms to the last token")] = None,
+    slo_tpot: Annotated[float | None, typer.Option(min=0.001, help="ms per further token")] = None,
+    slo_e2e: Annotated[float | None, typer.Option(min=0.001, help="ms to the last token")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="seconds that one request may take")] = 600.0,
     seed: Annotated[int, typer.Option(help="of lengths, arrivals and prompts")] = 0,
     config: options.Config = None,
