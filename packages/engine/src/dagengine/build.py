@@ -28,7 +28,7 @@ from dagengine_kvstore.eviction import eviction_policy
 from dagengine_kvstore.persistent import PersistentTransfer
 from dagengine_kvstore.recall import Recalls
 from dagengine_kvstore.torch_arena import TorchArena
-from dagengine_kvstore.torch_transfer import TorchTransfer
+from dagengine_kvstore.torch_transfer import BACKGROUND_BYTES_PER_S, TorchTransfer
 from dagengine_positions import (
     ModelAdapter,
     ModelGeometry,
@@ -52,10 +52,6 @@ from .upcoming import Upcoming
 from .weights import Closing, DummySource, SafetensorsSource, WeightSource, stored_dtype
 
 log = logging.getLogger("dagengine")
-
-STORE_BYTES_PER_S = 10e9
-"""Of stores to pinned memory, so that they take little of running steps: of the GPU's bandwidth and of the host's time.
-Loads have no limit, since somebody waits for them."""
 
 WIDE_ROW = 2**15
 """Elements from which on torch sums a row by itself in another way than among others (its grain size)."""
@@ -363,7 +359,7 @@ def _host_transfer(arena: TorchArena, num_pages: int, device: torch.device) -> T
     try:
         with ExitStack() as unfinished:
             pinned = device.type == "cuda"
-            rate = STORE_BYTES_PER_S if pinned else None
+            rate = BACKGROUND_BYTES_PER_S if pinned else None  # of stores; somebody waits for a load
             transfer = TorchTransfer(arena, num_pages, store_bytes_per_s=rate)
             unfinished.callback(transfer.close)
             if pinned:
