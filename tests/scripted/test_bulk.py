@@ -12,7 +12,7 @@ from scripted_text import text_engine
 
 from dagengine import LLM, BulkItem, DagError
 from dagengine.bulk import order_queries
-from dagengine_core_graph.query import cross, g, plus
+from dagengine_core_graph.query import Retrieve, cross, g, plus, retrieve, user
 
 OPTIONS: dict[str, Any] = {"max_tokens": 3, "seed": 1}
 
@@ -86,6 +86,61 @@ def test_an_error_is_one_querys_own(llm: LLM) -> None:
     }
     assert sorted(item.index for item in ended) == list(range(6))
     assert [result is None for result in found.results] == [False, True, False, True, False, True]
+
+
+class Broken:
+    """A retriever that finds for every corpus but the one that says how it breaks."""
+
+    def __call__(self, query: Retrieve) -> Any:
+        how = query.corpus
+        if how == "raises":
+            raise ZeroDivisionError("a bug of the plug-in")
+        if how == "refuses":
+            raise DagError("unsupported", "not here", "retrieve.corpus")
+        if how == "yields":
+            return (1 / 0 for _ in range(3))
+        return {"returns": None, "lists": ["one", 2]}.get(how, ["one", "two"])
+
+
+def test_whatever_a_retriever_raises_is_its_querys_own(llm: LLM) -> None:
+    hows = ("fine", "raises", "refuses", "yields", "returns", "lists", "fine too")
+    queries = [g(cross(retrieve(how, user("which?")), "say")) for how in hows]
+    found = llm.query_bulk(queries, retriever=Broken(), **OPTIONS)
+    assert [item.result is not None for item in found.items] == [how.startswith("fine") for how in hows]
+    assert {error.code for error in found.errors.values()} == {"internal", "unsupported"}
+    assert "ZeroDivisionError: a bug of the plug-in" in found.errors[1].message
+    with pytest.raises(DagError) as error:
+        llm.query(queries[1], retriever=Broken(), **OPTIONS)
+    assert (error.value.code, error.value.field) == ("internal", "retrieve")
+    with pytest.raises(KeyboardInterrupt):
+        llm.query_bulk(queries, retriever=interrupt, **OPTIONS)
+
+
+def interrupt(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("window", [1, 64])
+@pytest.mark.parametrize("kind", [ValueError, DagError, KeyboardInterrupt])
+def test_an_on_item_that_raises_ends_the_call_and_leaves_no_state(
+    llm: LLM, window: int, kind: type[BaseException]
+) -> None:
+    ended: list[BulkItem] = []
+
+    def listen(item: BulkItem) -> None:
+        ended.append(item)
+        if len(ended) == 2:
+            raise DagError("unsupported", "planted") if kind is DagError else kind("planted")
+
+    queries = [asking(number, 1, 2) for number in range(4)]
+    with pytest.raises(KeyboardInterrupt if kind is KeyboardInterrupt else DagError) as error:
+        llm.query_bulk(queries, on_item=listen, keep=True, window=window, **OPTIONS)
+    if isinstance(error.value, DagError):
+        assert (error.value.code, error.value.field) == ("invalid_request", "on_item")
+        assert "planted" in error.value.message and type(error.value.__cause__) is kind
+    assert len(ended) == 2 and all(item.result is not None for item in ended)
+    num_kept = llm.engine.ask(lambda core: len(core.store.states()))
+    assert num_kept == len(llm.fragments), "only fragments are kept"
 
 
 def test_the_greedy_order_misses_less_than_the_given_one() -> None:

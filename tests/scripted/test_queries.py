@@ -239,6 +239,30 @@ def test_fragments_are_kept_to_be_read_again_within_bounds(llm: LLM) -> None:
     release_all(llm)
 
 
+def test_fragments_are_found_within_one_salt_only(llm: LLM) -> None:
+    def ask(**options: Any) -> Any:
+        return llm.query(g(cross(plus("salted", "peppered"), "which?")), keep=False, **NATIVE, **options)
+
+    first, other, again = ask(), ask(cache_salt="other"), ask(cache_salt="other")
+    assert first.tokens.reused == other.tokens.reused == 0 and again.tokens.reused > 0
+    assert first.text == other.text == again.text
+    for wrong in ("", 7):
+        with pytest.raises(DagError) as error:
+            ask(cache_salt=wrong)
+        assert error.value.field == "cache_salt"
+    release_all(llm)
+
+
+def test_an_answer_says_how_long_it_waited_for_what_it_reads(llm: LLM) -> None:
+    found = llm.query(g(cross(system("judge"), g("a"), "which?")), keep=False, **NATIVE)
+    timing = found.answers[0].dag.timing
+    assert 0 < timing.waited < timing.first_token
+    alone = llm.query(g("which?"), keep=False, **NATIVE).answers[0].dag.timing
+    assert alone.waited < alone.first_token and alone.waited < timing.waited
+    assert found.timing.plan > 0 and found.timing.tokenize > 0
+    release_all(llm)
+
+
 def test_a_preparation_is_waited_for_and_shared(llm: LLM) -> None:
     long = "a long prompt that several samples share"
     found = llm.query(repeat(4, g(cross(*[long] * 6), temperature=1.0)), keep=False, **NATIVE)

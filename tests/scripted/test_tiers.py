@@ -356,6 +356,58 @@ def test_what_costs_less_to_compute_is_computed() -> None:
     run.clean_up()
 
 
+LOADS_NEVER = {
+    "fail": {"fail": 1.0},
+    "are refused": {"refuse": 1.0},
+    "are lost": {"lose": 1.0},
+    "are lost and given up": {"lose": 1.0, "confirm": 1.0},
+}
+
+
+@pytest.mark.parametrize("recomputable", [True, False])
+@pytest.mark.parametrize("reads", ["state", "top"])
+@pytest.mark.parametrize("fault", LOADS_NEVER)
+def test_whose_loads_never_succeed_ends_by_computing_again_or_with_an_error(
+    fault: str, reads: str, recomputable: bool
+) -> None:
+    """Read itself, or by what is computed again; in time, and also by who comes later."""
+    run = world(32, delay=(1, 1), confirm=0.0)
+    keep(run, "state", 5)
+    keep(run, "top", 2, "state")
+    keep(run, "other", 2)
+    offload(run, "state")
+    run.core.store.evict(node(run, "top"))
+    free_cached(run)
+    node(run, "state").recomputable = recomputable
+    for rate, value in LOADS_NEVER[fault].items():
+        setattr(run.transfer, rate, value)
+    run.expected_errors = frozenset({"state_unavailable"})
+    for names in (["first", "second"], ["later"]):
+        for name in names:
+            ask(run, name, reads)
+        ask(run, f"beside {names[0]}", "other")
+        for _ in range(30):
+            run.now += run.core.store.transfer_timeout_s / 3
+            if run.core.has_work:
+                run.step()
+        answered(run, f"beside {names[0]}")
+        for name in names:
+            error = run.ends[name].error
+            if recomputable:
+                assert error is None, error
+            else:
+                assert error is not None and (error.code, error.field) == ("state_unavailable", "context")
+    if not recomputable:
+        run.transfer.fail = run.transfer.refuse = run.transfer.lose = 0.0
+        run.transfer.release_lost()
+        run.core.pump()
+        ask(run, "at last", reads)
+        run.run()
+        answered(run, "at last")
+    node(run, "state").recomputable = True
+    run.clean_up()
+
+
 def test_who_waits_prefetches_and_what_it_reads_leaves_last() -> None:
     """One runs at a time. While it does, what the second reads comes back, and stays though the third is older."""
     run = world(24, eviction="next_use")
@@ -428,7 +480,7 @@ class LateDirectory:
 def with_late_directory(run: World) -> tuple[LateDirectory, Recalls]:
     directory = LateDirectory()
     recalls = Recalls(run.core.store, directory)  # type: ignore[arg-type]
-    run.core._scheduler._recalling = Recalling(recalls)
+    run.core._scheduler.queues.recalling = Recalling(recalls)
     return directory, recalls
 
 

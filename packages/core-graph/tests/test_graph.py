@@ -146,6 +146,22 @@ def test_a_dropped_node_lives_in_what_reads_it_and_dies_with_it(graph: ContextGr
         gc.enable()
 
 
+def test_a_compiled_context_is_taken_by_the_graph_that_it_was_compiled_on(graph: ContextGraph) -> None:
+    references = [Inherit("doc"), Artifact("answer", "turn"), Artifact("doc", (1, 3))]
+    compiled = compile_context(graph, references)
+    one, other = graph.add("one", references), graph.add("other", compiled)
+    assert other.visible is compiled
+    assert (one.context, one.parents) == (other.context, other.parents)
+    assert (one.visible.ranges, tuple(one.passed)) == (other.visible.ranges, tuple(other.passed))
+    graph.drop("answer")
+    graph.add("answer", length=10, sealed=True)
+    for elsewhere in (graph, ContextGraph()):
+        with pytest.raises(GraphError) as refused:
+            elsewhere.add("late", compiled)
+        assert refused.value.code == "state_not_found"
+        assert "late" not in elsewhere
+
+
 def test_a_name_used_again_is_another_node(graph: ContextGraph) -> None:
     graph.drop("doc")
     graph.add("doc", length=2, sealed=True)

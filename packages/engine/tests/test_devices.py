@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,18 @@ def test_without_text_there_is_no_tokenizer(model_folder: Path) -> None:
         assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True)).token_ids) == 2
         with pytest.raises(DagError, match="token ids"):
             llm.generate("text", max_tokens=1)
+
+
+def test_a_chat_template_is_refused_where_no_tokenizer_would_use_it(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model_folder, bare)
+    (bare / "tokenizer.json").unlink()
+    for folder, text in ((model_folder, False), (bare, True)):
+        with pytest.raises(DagError) as refused:
+            build_core(folder, EngineConfig(**SMALL), chat_template="{{ messages }}", text=text)
+        assert (refused.value.code, refused.value.field) == ("unsupported", "chat_template")
 
 
 @pytest.mark.gpu

@@ -51,6 +51,36 @@ def test_what_was_offloaded_is_found_by_the_next_engine(model_folder: Path, tmp_
         assert (answer.dag.reloaded, answer.dag.reused, answer.dag.computed) == (100, 100, 2)
 
 
+def test_what_left_both_tiers_is_found_for_an_input_and_computed_again_for_a_state(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    def leave_both_tiers(core: Any) -> None:
+        store = core.store
+        node, _ = store.resolve(state.id)
+        store.evict(node)
+        store.evict_host(node)
+        writer = store.begin([], [], 0, signature={})
+        writer.reserve(store.num_unused * store.page_size)
+        writer.abort()
+        assert store.tier(node) is Tier.NOWHERE
+
+    def written(core: Any) -> int:
+        core.pump()
+        return core.host_tier.transfer.stats.pages_written
+
+    with start(model_folder, tmp_path) as llm:
+        state = llm.prefill(PROMPT)
+        offload(llm, state)
+        while llm.engine.ask(written) < 25:
+            pass
+        llm.engine.ask(leave_both_tiers)
+        read = llm.generate([5, 6], context=[state], max_tokens=2, temperature=0, keep=False)
+        assert (read.dag.computed, read.dag.reloaded) == (104, 0)
+        llm.engine.ask(leave_both_tiers)
+        found = llm.generate(PROMPT, max_tokens=2, temperature=0, keep=False)
+        assert (found.dag.computed, found.dag.reloaded) == (2, 100)
+
+
 def test_another_model_finds_nothing(model_folder: Path, tmp_path: Path) -> None:
     with start(model_folder, tmp_path) as llm:
         offload(llm, llm.prefill(PROMPT))
@@ -144,16 +174,16 @@ def test_a_tier_is_closed_where_the_engine_cannot_be_made(
     closed: list[str] = []
     for kind in (PersistentTransfer, TorchTransfer):
         monkeypatch.setattr(kind, "close", lambda self: closed.append(type(self).__name__))
-    for broken in ("KVStore", "Recalls", "EngineCore"):
+    for broken in ("build.KVStore", "host_tier.Recalls", "build.EngineCore"):
         with monkeypatch.context() as planted:
-            planted.setattr(f"dagengine.build.{broken}", fail)
-            with pytest.raises(DagError if broken == "KVStore" else KVStoreError) as error:
+            planted.setattr(f"dagengine.{broken}", fail)
+            with pytest.raises(DagError if broken == "build.KVStore" else KVStoreError) as error:
                 start(model_folder, tmp_path / broken)
         assert (error.value.code, error.value.field) == ("invalid_size", "pin_budget")
         assert closed == ["PersistentTransfer", "TorchTransfer"], broken
         closed.clear()
     with monkeypatch.context() as planted:
-        planted.setattr("dagengine.build.PersistentTransfer", fail)
+        planted.setattr("dagengine.host_tier.PersistentTransfer", fail)
         with pytest.raises(DagError):
             start(model_folder, tmp_path / "directory")
     assert closed == ["TorchTransfer"]
@@ -165,6 +195,6 @@ def test_a_fault_of_the_programs_own_is_not_blamed_on_an_option(
     def fail(*_: Any, **__: Any) -> None:
         raise TypeError("planted")
 
-    monkeypatch.setattr("dagengine.build.TorchTransfer", fail)
+    monkeypatch.setattr("dagengine.host_tier.TorchTransfer", fail)
     with pytest.raises(TypeError, match="planted"):
         start(model_folder, tmp_path)

@@ -29,6 +29,23 @@ def test_in_place_a_state_gives_its_pages_and_stays_readable(llm: LLM) -> None:
     llm.engine.ask(lambda core: core.store.check())
 
 
+def test_what_is_prefilled_again_is_computed_where_it_is_and_can_be_repositioned_itself(llm: LLM) -> None:
+    text = "The grass is green, and the sky is blue."
+    (first,) = llm.prefill([text])
+    moved = first.reposition(40)
+    first.release()
+    (again,) = llm.prefill([text])
+    other = again.reposition(90)
+    with pytest.raises(DagError) as refused:
+        moved.reposition(90)
+    assert (refused.value.code, refused.value.field) == ("already_repositioned", "state")
+    answers = [
+        llm.generate("Why?", context=[state], max_tokens=4, temperature=0.0, keep=False)
+        for state in (moved, other)
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+
+
 def test_while_others_hold_a_state_only_a_copy_moves(llm: LLM) -> None:
     (document,) = llm.prefill(["The sky is blue."])
     reader = llm.generate("Why?", context=[document], max_tokens=2)

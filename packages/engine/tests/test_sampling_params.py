@@ -44,6 +44,8 @@ BOUNDS: dict[str, tuple[list[object], list[object]]] = {
             {1: None},
             {1: "3"},
             {1: True},
+            {7: 1, "7": 1},
+            {"7": 1, "007": 2},
             dict.fromkeys(range(1025), 0.0),
             [1],
             "x",

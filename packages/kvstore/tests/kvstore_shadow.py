@@ -7,9 +7,10 @@ the step that was to write them ends, whoever owns the pages by then.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dagengine_kvstore import KVStore, NodeRecord, Parent, Read
+from dagengine_kvstore import KVStore, Lease, NodeRecord, OutOfPages, Parent, Read
 
 Instance = tuple["ShadowNode", int]
 
@@ -51,6 +52,43 @@ class Arena:
                 assert cell[1] == stored + row - lo, f"page {page} row {row}: {cell} is not at {stored}"
                 values.append(cell[0])
         return values
+
+
+def compute_again(
+    store: KVStore,
+    arena: Arena,
+    node: ShadowNode,
+    bring: Callable[[Read], Lease],
+    verify: Callable[[Lease, list[Read]], None],
+) -> None:
+    """Restore a node and, where needed, what it reads; sources stay leased until it is done.
+
+    Args:
+        bring: a lease of one read, by whatever has to be done for it.
+        verify: whether a lease shows what it should.
+
+    Raises OutOfPages.
+    """
+    writer = store.restore(node.record)
+    leases: list[Lease] = []
+    try:
+        for read in node.record.reads if writer.todo else ():
+            leases.append(bring(read))
+            verify(leases[-1], [read])
+        todo, first = writer.todo, writer.num_tokens
+        writer.reserve(len(todo))
+        fence = store.begin_step()
+        for offset, slot in enumerate(writer.append(todo), start=first):
+            arena.rows[slot] = (node.kv[offset], node.record.own_start + offset)
+        store.end_step(fence)
+        writer.commit(len(todo))
+        writer.finish()
+    except OutOfPages:
+        writer.abort()
+        raise
+    finally:
+        for lease in leases:
+            lease.release()
 
 
 def context_of(

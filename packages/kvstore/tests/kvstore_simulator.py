@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvstore_shadow import Arena, ShadowNode, context_of, lay_out, parent_of
+from kvstore_shadow import Arena, ShadowNode, compute_again, context_of, lay_out, parent_of
 
 from dagengine_kvstore import (
     KVStore,
@@ -485,28 +485,8 @@ class Simulator:
         return True
 
     def compute_again(self, node: ShadowNode) -> None:
-        """Restore a node and, where needed, what it reads; sources stay leased until it is done."""
-        writer = self.store.restore(node.record)
-        leases: list[Lease] = []
-        try:
-            for read in node.record.reads if writer.todo else ():
-                leases.append(self.bring(read))
-                self.verify(leases[-1], [read])
-            todo, first = writer.todo, writer.num_tokens
-            writer.reserve(len(todo))
-            fence = self.store.begin_step()
-            for offset, slot in enumerate(writer.append(todo), start=first):
-                self.arena.rows[slot] = (node.kv[offset], node.record.own_start + offset)
-            self.store.end_step(fence)
-            writer.commit(len(todo))
-            writer.finish()
-            self.check_tiers()
-        except OutOfPages:
-            writer.abort()
-            raise
-        finally:
-            for lease in leases:
-                lease.release()
+        compute_again(self.store, self.arena, node, self.bring, self.verify)
+        self.check_tiers()
 
     def bring(self, read: Read) -> Lease:
         """A lease of one read, however long that takes. Raises OutOfPages."""

@@ -210,6 +210,8 @@ def test_more_pages_than_may_wait_give_up_the_oldest(tmp_path: Path) -> None:
         ({"max_queued": 0}, "max_queued"),
         ({"num_spare": 0}, "num_spare"),
         ({"num_spare": 9}, "num_spare"),
+        ({"close_timeout_s": 0.0}, "close_timeout_s"),
+        ({"close_timeout_s": float("nan")}, "close_timeout_s"),
     ):
         with refused("invalid_size", field):
             make(tmp_path, **options)
@@ -267,6 +269,27 @@ def test_a_fault_of_the_thread_is_raised_where_somebody_polls() -> None:
     with pytest.raises(ZeroDivisionError):
         recall(transfer, wanted((2, 1)))
     transfer.close()
+
+
+@pytest.mark.parametrize("hangs", ["write", "read"])
+def test_closing_waits_for_a_disk_that_does_not_answer_only_so_long(
+    tmp_path: Path, hangs: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    transfer, _, gate = make(tmp_path, gated=True, close_timeout_s=0.05)
+    if hangs == "read":
+        transfer.recall(wanted((7, 6)))
+    else:
+        assert until(transfer, transfer.submit(store({6: 4}, [6]))) is None
+    gate.begun.acquire()
+    assert until(transfer, transfer.submit(store({number: number for number in range(3)}, [0, 1, 2]))) is None
+    transfer.close()
+    assert transfer.stats.pages_given_up == 3
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "3 pages are not written" in record.getMessage()
+    transfer.close()
+    gate.open.release(9)
+    wait(lambda: not transfer._worker._thread.is_alive())
+    assert [number for number in range(8) if get(gate.pages, number)] == ([] if hangs == "read" else [6])
 
 
 def test_the_spare_pages_are_not_the_stores(tmp_path: Path) -> None:

@@ -4,7 +4,15 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from kvstore_helpers import SIGNATURE, assert_all_pages_back, child, make_store, refused, write
+from kvstore_helpers import (
+    SIGNATURE,
+    assert_all_pages_back,
+    child,
+    make_store,
+    refused,
+    use_all_pages,
+    write,
+)
 from kvstore_mover import SIZE, Rows, moved
 
 from dagengine_kvstore import (
@@ -55,7 +63,7 @@ def test_in_place_a_node_keeps_its_pages_and_its_source_is_evicted(store: KVStor
     assert made.plan.value_rows == 0 and made.plan.key_rows == 9
     assert store.resolve(name) == (source, 9), "its name stays, and it can be computed again"
     store.check()
-    assert store.restore(source).num_tokens == 9, "from the pages that now are elsewhere"
+    assert store.restore(source).num_tokens == 0, "not from the pages that now are elsewhere"
     store.unhold(node)
     store.release(name)
 
@@ -131,19 +139,45 @@ def test_what_it_reads_cannot_get_before_position_0(store: KVStore) -> None:
     assert rows.plans == []
 
 
-def test_equal_work_is_found_on_turned_pages_and_extents_tell_where_they_are(store: KVStore) -> None:
+@pytest.mark.parametrize("how", ["in place", "copy, source gone", "copy"])
+def test_turned_pages_are_found_by_nobody_and_equal_new_work_can_be_repositioned(
+    store: KVStore, how: str
+) -> None:
     rows = Rows(store)
     source = document(store, rows)
-    (node,) = store.reposition([Reposition(source, 100)], rows).nodes
-    writer = store.begin([], [], 3, signature=SIGNATURE)
-    assert writer.match(list(range(10, 19)), whole=True) == 9
-    assert [extent.stored for extent in writer.extents()] == [100, 104, 108]
-    twin = writer.seal()
+    (node,) = store.reposition([Reposition(source, 100)], rows, copy=how != "in place").nodes
+    if how == "copy, source gone":
+        store.evict(source)
+        use_all_pages(store)
+    for held in (True, False):
+        if not held:
+            store.unhold(node)
+        writer = store.begin([], [], 3, signature=SIGNATURE)
+        assert writer.match(list(range(10, 19)), whole=True) == (9 if how == "copy" else 0)
+        writer.abort()
+    twin = write(store, list(range(10, 19)), own_start=3, match=True)
+    rows.compute(twin)
+    (again,) = store.reposition([Reposition(twin, 200)], rows, copy=True).nodes
+    start = 0 if how == "copy" else 3
+    assert rows.read(again) == moved(range(10, 19), start, 200 - start)
+    for left in (source, twin, again):
+        store.unhold(left)
+    assert_all_pages_back(store)
+
+
+def test_where_its_pages_are_nothing_is_turned_again_and_what_reads_it_is_equal(store: KVStore) -> None:
+    rows = Rows(store)
+    source = document(store, rows)
+    (node,) = store.reposition([Reposition(source, 100)], rows, copy=True).nodes
     with refused("already_repositioned", "moves[0].node"):
-        store.reposition([Reposition(twin, 3)], rows, copy=True)
-    (same,) = store.reposition([Reposition(twin, 100)], rows, copy=True).nodes
-    assert rows.read(same) == moved(range(10, 19), 0, 100), "where its pages are, nothing is turned again"
-    assert node.content_key(9) == twin.content_key(9)
+        store.reposition([Reposition(node, 3)], rows, copy=True)
+    (same,) = store.reposition([Reposition(node, 100)], rows, copy=True).nodes
+    assert rows.read(same) == moved(range(10, 19), 0, 100)
+    assert node.content_key(9) == source.content_key(9)
+    child(store, source, list(range(4)))
+    reader = store.begin([Parent.inherit(node)], [Read(node, 0, 9)], 109, signature=SIGNATURE)
+    assert reader.match(list(range(4))) == 4
+    reader.abort()
 
 
 def test_nothing_is_turned_twice_until_it_is_computed_again(store: KVStore) -> None:

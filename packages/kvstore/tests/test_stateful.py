@@ -15,7 +15,16 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kvstore_shadow import Arena, Instance, ShadowNode, context_of, covered_pages, lay_out, parent_of
+from kvstore_shadow import (
+    Arena,
+    Instance,
+    ShadowNode,
+    compute_again,
+    context_of,
+    covered_pages,
+    lay_out,
+    parent_of,
+)
 
 from dagengine_kvstore import (
     KVStore,
@@ -407,7 +416,7 @@ class StoreMachine(RuleBasedStateMachine):
     def restore(self, data: st.DataObject) -> None:
         node, _ = self.pick(data, self.held_nodes())
         try:
-            self.restore_node(node)
+            self.compute_again(node)
         except OutOfPages:
             return
         assert self.store.tier(node.record) in ("device", "storing")
@@ -451,29 +460,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.pump()
         self.forget_expired()
 
-    def restore_node(self, node: ShadowNode) -> None:
-        """Restore a node and, where needed, what it reads; sources stay leased until it is done."""
-        writer = self.store.restore(node.record)
-        leases: list[Lease] = []
-        try:
-            for read in node.record.reads if writer.todo else ():
-                leases.append(self.bring(read))
-                self.verify(leases[-1], [read])
-            todo, first = writer.todo, writer.num_tokens
-            writer.reserve(len(todo))
-            fence = self.store.begin_step()
-            self.forget_expired()
-            for offset, slot in enumerate(writer.append(todo), start=first):
-                self.arena.rows[slot] = (node.kv[offset], node.record.own_start + offset)
-            self.store.end_step(fence)
-            writer.commit(len(todo))
-            writer.finish()
-        except OutOfPages:
-            writer.abort()
-            raise
-        finally:
-            for lease in leases:
-                lease.release()
+    def compute_again(self, node: ShadowNode) -> None:
+        compute_again(self.store, self.arena, node, self.bring, self.verify)
+        self.forget_expired()
 
     def bring(self, read: Read) -> Lease:
         while True:
@@ -482,7 +471,7 @@ class StoreMachine(RuleBasedStateMachine):
             except NotResident as missing:
                 assert missing.nodes == (read.node,)
                 if missing.nowhere:
-                    self.restore_node(self.shadow[read.node.uid])
+                    self.compute_again(self.shadow[read.node.uid])
                 else:
                     self.store.load([read])
                     self.pump(1)

@@ -119,7 +119,7 @@ def make_engine(folder: Path, **config: Any) -> EngineThread:
 def running(engine: EngineThread, settings: ServerSettings) -> Iterator[Server]:
     """Serve on a free port until the block ends."""
     app = create_app(engine, settings)
-    listener = socket.socket()
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # sends at once
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))

@@ -66,6 +66,14 @@ def test_the_environment_can_name_the_file_and_the_model(file: Path) -> None:
     assert "'page_size': 16" in text
 
 
+def test_an_option_that_a_file_spells_in_both_ways_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "twice.toml"
+    for lines in ("kv-pages = 16\nkv_pages = 32\n", "kv_pages = 16\nkv-pages = 16\n"):
+        file.write_text(lines)
+        status, text = run("--config", str(file))
+        assert status == 2 and "twice" in text and "kv" in text
+
+
 def test_the_engines_device_and_memory_come_from_everywhere(tmp_path: Path) -> None:
     file = tmp_path / "gpu.toml"
     file.write_text('device = "cuda:1"\ngpu-memory-utilization = 0.5\nenforce-eager = true\n')

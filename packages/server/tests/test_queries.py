@@ -81,6 +81,8 @@ def test_a_query_of_the_client_is_run_in_its_shapes(server: Server, name: str) -
     assert sorted(parts) == list(range(count))
     assert last["usage"]["completion_tokens"] > 0
     assert last["dag"]["record"]["rewrites"] == found["dag"]["record"]["rewrites"]
+    for told in (last, found):
+        assert set(told["dag"]["timing_ms"]) == {"plan", "tokenize"}
 
 
 @pytest.mark.parametrize("name", ["bare g", "nested g", "plus of g"])

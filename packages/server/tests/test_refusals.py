@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from conftest import Server
+from conftest import MODEL, Server
 
 GOOD = {"prompt": "the", "max_tokens": 2, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -486,3 +486,51 @@ def test_no_name_of_ours_is_in_a_message(server: Server, body: dict[str, Any], f
     error = server.post("/v1/completions", body).json()["error"]
     assert error["param"] == field
     assert error["message"].startswith("a JSON object is needed, not "), error
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "twice"),
+    [
+        ("/v1/completions", '{"prompt": [1], "max_tokens": 1, "logit_bias": {"7": 1, "7": 2}}', "7"),
+        ("/v1/completions", '{"prompt": [1], "max_tokens": 1, "max_tokens": 1}', "max_tokens"),
+        ("/v1/completions", '{"prompt": [1], "dag": {"keep": {}, "\\u006beep": null}}', "keep"),
+        ("/v1/completions", '{"prompt": [1], "\\ud800": 1, "\\ud800": 1}', "?"),
+        ("/v1/graphs", '{"nodes": [{"id": "a", "id": "b"}]}', "id"),
+        ("/v1/query/execute", '{"g": {"model": "m", "model": "m", "input": {"user": "a"}}}', "model"),
+    ],
+)
+def test_a_field_that_is_given_twice_is_refused(server: Server, path: str, body: str, twice: str) -> None:
+    answer = server.http.post(path, content=body, headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_request", twice)
+    bias = {"prompt": [1], "max_tokens": 1, "logit_bias": {"7": 1, "07": 2}}
+    assert server.post("/v1/completions", bias).json()["error"]["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "given", "wrong"),
+    [
+        ("POST", "/v1/query/execute", "strem=true&stream=false&salt=x", ["strem", "salt"]),
+        ("POST", "/v1/query/execute", "stream=true&stream=false", ["stream"]),
+        ("POST", "/v1/query/prepare", "stream=false", ["stream"]),
+        ("POST", "/v1/query/prepare", "reduce=4", ["reduce"]),
+        ("GET", "/v1/states", "limt=3", ["limt"]),
+        ("GET", "/v1/states", "limit=3&limit=4", ["limit"]),
+        ("GET", "/v1/states/st_x", "salt=a", ["salt"]),
+        ("DELETE", "/v1/states/st_x", "cache_salt=a&cache_salt=b", ["cache_salt"]),
+        ("POST", "/v1/states", "cache_salt=a", ["cache_salt"]),
+        ("POST", "/v1/states/st_x/fork", "at=3", ["at"]),
+        ("POST", "/v1/graphs", "stream=true", ["stream"]),
+        ("POST", "/v1/graphs/compile", "a=", ["a"]),
+    ],
+)
+def test_url_parameters_that_would_be_ignored_are_named(
+    server: Server, method: str, path: str, given: str, wrong: list[str]
+) -> None:
+    body = (
+        {} if method != "POST" else {"json": {"g": {"model": MODEL, "max_tokens": 2, "input": {"user": "a"}}}}
+    )
+    answer = server.http.request(method, f"{path}?{given}", **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_request", wrong[0])
+    assert wrong == [wrong[0]] or all(repr(name) in error["message"] for name in wrong)

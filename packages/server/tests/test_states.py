@@ -39,7 +39,7 @@ def test_a_chain_of_inherits_is_the_plain_prompt(server: Server) -> None:
     assert dag["tokens"]["reused"] >= 5 and dag["position"] == {"policy": "linear", "own_start": 5}
     assert chained["usage"]["prompt_tokens_details"]["cached_tokens"] == dag["tokens"]["reused"]
     assert set(dag) == {"state", "spans", "tokens", "position", "record", "timing_ms"}
-    assert set(dag["timing_ms"]) == {"compile", "layout", "kv_prepare", "first_token"}
+    assert set(dag["timing_ms"]) == {"waited", "compile", "layout", "kv_prepare", "first_token"}
     assert dag["record"]["backend"] == "fused" and dag["state"] is None
 
 

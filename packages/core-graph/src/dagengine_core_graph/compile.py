@@ -12,7 +12,7 @@ of what the parents hold, and nothing is ever expanded again or walked recursive
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,12 +38,17 @@ class VisibleContext:
     """What a node attends besides its own tokens.
 
     Attributes:
-        references: as given.
+        readings: the references, checked.
         stages: per reference, all that is placed once it is; each list extends the one before.
     """
 
-    references: tuple[Reference, ...]
+    readings: tuple[Reading, ...]
     stages: tuple[RangeList, ...]
+
+    @cached_property
+    def references(self) -> tuple[Reference, ...]:
+        """As given."""
+        return tuple(reading.reference for reading in self.readings)
 
     @property
     def num_tokens(self) -> int:
@@ -73,22 +78,21 @@ class VisibleContext:
 def place(readings: Iterable[Reading]) -> VisibleContext:
     """The visible context of checked references."""
     placement = Placement()
-    references = []
+    placed = tuple(readings)
     stages = []
-    for reference, node, start, stop in readings:
+    for reference, node, start, stop in placed:
         if not isinstance(reference, Artifact):
             placement.place_list(node.passed)
         placement.place(node, start, stop)
-        references.append(reference)
         stages.append(placement.placed)
-    return VisibleContext(tuple(references), tuple(stages))
+    return VisibleContext(placed, tuple(stages))
 
 
-def place_passing(readings: Sequence[Reading], context: VisibleContext) -> RangeList:
-    """What a node with these references and this visible context passes on."""
-    if all(reading.reference.passes for reading in readings):
+def place_passing(context: VisibleContext) -> RangeList:
+    """What a node with this visible context passes on."""
+    if all(reading.reference.passes for reading in context.readings):
         return context.placed
-    return place(reading for reading in readings if reading.reference.passes).placed
+    return place(reading for reading in context.readings if reading.reference.passes).placed
 
 
 def compile_context(graph: ContextGraph, references: Iterable[Reference]) -> VisibleContext:

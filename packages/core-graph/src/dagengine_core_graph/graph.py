@@ -55,13 +55,13 @@ class Node:
         "visible",
     )
 
-    def __init__(self, id: NodeId, serial: int, readings: tuple[Reading, ...]) -> None:
+    def __init__(self, id: NodeId, serial: int, visible: VisibleContext) -> None:
         self.id = id
         self.serial = serial
-        self.parents = tuple(reading.node for reading in readings)
-        self.visible: VisibleContext = place(readings)
-        self.passed: RangeList = place_passing(readings, self.visible)
-        self.context: tuple[Reference, ...] = self.visible.references
+        self.parents = tuple(reading.node for reading in visible.readings)
+        self.visible = visible
+        self.passed: RangeList = place_passing(visible)
+        self.context: tuple[Reference, ...] = visible.references
         self.length = 0
         self.sealed = False
         self.spans = NodeSpans()
@@ -119,13 +119,16 @@ class ContextGraph:
     def add(
         self,
         node: NodeId,
-        context: Iterable[Reference] = (),
+        context: Iterable[Reference] | VisibleContext = (),
         *,
         length: int = 0,
         spans: NodeSpans | None = None,
         sealed: bool = False,
     ) -> Node:
         """Add a node that reads `context`, with `length` tokens to begin with.
+
+        Args:
+            context: references, or what `compile_context` made of them on this graph, which then is not done again.
 
         Raises:
             GraphError: `state_not_found` and `state_not_sealed` (a parent), `span_out_of_range`,
@@ -138,7 +141,10 @@ class ContextGraph:
             raise GraphError("invalid_request", f"a length is an int from 0, not {short(length)}", "length")
         if spans is not None:
             _check_spans(spans, length)
-        added = Node(node, self._arrivals, self.resolve(context))
+        visible = (
+            self._checked(context) if isinstance(context, VisibleContext) else place(self.resolve(context))
+        )
+        added = Node(node, self._arrivals, visible)
         added.length = length
         added.sealed = sealed
         added.spans = spans or added.spans
@@ -207,6 +213,14 @@ class ContextGraph:
                         f"context[{index}].mode",
                     )
         return tuple(readings)
+
+    def _checked(self, context: VisibleContext) -> VisibleContext:
+        for index, reading in enumerate(context.readings):
+            if self._nodes.get(reading.node.id) is not reading.node:
+                raise GraphError(
+                    "state_not_found", f"there is no node {reading.node.id!r}", f"context[{index}].node"
+                )
+        return context
 
     def _read(self, reference: Reference) -> Reading:
         if not isinstance(reference, (Inherit, Digest, Artifact)):

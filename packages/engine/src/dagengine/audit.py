@@ -13,8 +13,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from dagengine_core_graph import Artifact
-from dagengine_core_graph.query import Generate, Plus, Query, lower
-from dagengine_core_graph.query.expressions import join_path
+from dagengine_core_graph.query import Generate, Plus, Query, join_path, lower
 
 from .errors import DagError
 from .held import HeldParams

@@ -22,13 +22,8 @@ from typing import Any
 import torch
 
 from dagengine_kernels import get_backend
-from dagengine_kvstore import KVStore, KVStoreError, Transfer
-from dagengine_kvstore.directory import PageDirectory
-from dagengine_kvstore.eviction import eviction_policy
-from dagengine_kvstore.persistent import PersistentTransfer
-from dagengine_kvstore.recall import Recalls
+from dagengine_kvstore import KVStore, KVStoreError, Transfer, eviction_policy
 from dagengine_kvstore.torch_arena import TorchArena
-from dagengine_kvstore.torch_transfer import BACKGROUND_BYTES_PER_S, TorchTransfer
 from dagengine_positions import (
     ModelAdapter,
     ModelGeometry,
@@ -37,14 +32,14 @@ from dagengine_positions import (
     position_policies,
 )
 
-from .config import DEFAULT_KV_DIRECTORY_GIB, POOL_SIZES, EngineConfig
+from .config import POOL_SIZES, EngineConfig
 from .core import EngineCore, Observer
 from .costs import MeasuredCosts, Priors, StepCosts
 from .cuda_runner import make_runner
 from .devices import place, use_device
 from .errors import DagError, as_dag_error, shown
-from .host_tier import HostTier
-from .memory import gib_of, num_host_pages, num_pages, page_bytes
+from .host_tier import HostTier, make_host_tier
+from .memory import gib_of, num_host_pages, num_pages
 from .models.linear import why_not_invariant
 from .models.registry import Model, model_class
 from .tokenizer import Tokenizer
@@ -161,6 +156,9 @@ def _build_core(
     if chat_template is not None and not isinstance(chat_template, str):
         rule = f"chat_template is the text of a template, not {shown(chat_template)}"
         raise DagError("invalid_request", rule, "chat_template")
+    if chat_template is not None and not has_text:
+        message = "no tokenizer is loaded, so there is nothing that a chat template would be used for"
+        raise DagError("unsupported", message, "chat_template")
     tokenizer = Tokenizer(folder, chat_template) if has_text else None
     begin = time.perf_counter()
     if config.load_format == "dummy":
@@ -266,18 +264,10 @@ def assemble(
         raise DagError("capacity", message, asked[0] if asked else automatic) from None
     tier: HostTier | None = None
     if transfer is not None or num_host:
-        size = page_bytes(geometry, config.page_size, dtype)
         assert config.max_num_batched_tokens is not None
-        measured = MeasuredCosts(
-            config.page_size, config.max_num_batched_tokens, Priors.of(geometry, size, device.type)
-        )
-        made: Transfer
-        closing: tuple[Callable[[], None], ...] = ()
-        if transfer is not None:
-            made = transfer(arena)
-        else:
-            made, closing = _own_transfer(arena, num_host, device, config)
-        tier = HostTier(made, costs or measured, size, clock, closing)
+        priors = Priors.of(geometry, arena.page_bytes, device.type)
+        measured = MeasuredCosts(config.page_size, config.max_num_batched_tokens, priors)
+        tier = make_host_tier(arena, num_host, config, device, costs or measured, clock, transfer)
     with ExitStack() as unfinished:
         if tier is not None:
             unfinished.callback(tier.close)
@@ -295,8 +285,8 @@ def assemble(
             )
         except KVStoreError as error:
             raise as_dag_error(error) from None
-        if tier is not None and isinstance(tier.transfer, PersistentTransfer):
-            tier.recalls = Recalls(store, tier.transfer)
+        if tier is not None:
+            tier.serve(store)
         log.info(
             "model %s, %s on %s, %d KV pages of %d tokens, at most %d positions, %d threads",
             geometry.architecture, dtype, device, pages, config.page_size, max_model_len, torch.get_num_threads(),
@@ -337,65 +327,6 @@ def assemble(
         core.default_backend, core.attention.implementation, core.attention.reason,
     )  # fmt: skip
     return core
-
-
-def _own_transfer(
-    arena: TorchArena, num_host: int, device: torch.device, config: EngineConfig
-) -> tuple[Transfer, tuple[Callable[[], None], ...]]:
-    """What `cpu_kv_gib` and `kv_directory` ask for, and what closes it, in order. Raises DagError."""
-    inner = _host_transfer(arena, num_host, device)
-    if config.kv_directory is None:
-        return inner, (inner.close,)
-    with ExitStack() as unfinished:
-        unfinished.callback(inner.close)
-        persistent = _persistent(inner, arena, config)
-        unfinished.pop_all()
-    return persistent, (persistent.close, inner.close)
-
-
-def _host_transfer(arena: TorchArena, num_pages: int, device: torch.device) -> TorchTransfer:
-    """The transfer of `cpu_kv_gib`, its memory pinned if the device is a GPU. Raises DagError."""
-    begin = time.perf_counter()
-    try:
-        with ExitStack() as unfinished:
-            pinned = device.type == "cuda"
-            rate = BACKGROUND_BYTES_PER_S if pinned else None  # of stores; somebody waits for a load
-            transfer = TorchTransfer(arena, num_pages, store_bytes_per_s=rate)
-            unfinished.callback(transfer.close)
-            if pinned:
-                transfer.host.prepare(num_pages)
-            unfinished.pop_all()
-    except (KVStoreError, MemoryError, OSError, RuntimeError) as error:
-        found = as_dag_error(error)
-        code = "unsupported" if found.code == "device_error" else "capacity"
-        message = (
-            f"{gib_of(num_pages * arena.page_bytes)} of host memory cannot be had for pages: {found.message}"
-        )
-        raise DagError(code, message, "cpu_kv_gib") from None
-    log.info(
-        "host tier of %d pages, %s, ready after %.1f s",
-        num_pages, gib_of(num_pages * arena.page_bytes), time.perf_counter() - begin,
-    )  # fmt: skip
-    return transfer
-
-
-def _persistent(inner: TorchTransfer, arena: TorchArena, config: EngineConfig) -> PersistentTransfer:
-    """The transfer that also keeps pages in `kv_directory`. Raises DagError."""
-    assert config.kv_directory is not None
-    num_bytes = int((config.kv_directory_gib or DEFAULT_KV_DIRECTORY_GIB) * 2**30)
-    layout = {"order": "layer, K and V, head, row", "page_size": str(config.page_size)}
-    try:
-        directory = PageDirectory(config.kv_directory, arena.page_bytes, num_bytes, layout=layout)
-    except OSError as error:
-        raise DagError("invalid_request", f"it cannot be used: {error}", "kv_directory") from None
-    except KVStoreError as error:
-        raise DagError("invalid_request", error.message, "kv_directory_gib") from None
-    try:
-        transfer = PersistentTransfer(inner, inner.host, directory)
-    except KVStoreError as error:
-        raise DagError("invalid_request", f"for a kv_directory: {error.message}", "cpu_kv_gib") from None
-    log.info("%d pages are kept in %s", directory.num_pages, config.kv_directory)
-    return transfer
 
 
 def signature(

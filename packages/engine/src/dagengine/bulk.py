@@ -85,11 +85,13 @@ def run_bulk(
         order: `locality`, or `given`.
         budget_pages: KV pages that fragments may take; None is half of the pool.
         window: most queries that run together.
-        on_item: called with each query once it has ended, in the order in which they end.
+        on_item: called with each query once it has ended, in the order in which they end. If it raises, nothing more
+            runs.
         options: as of `LLM.query`; `keep` is False unless given.
 
     Raises:
-        DagError: `invalid_request` for a wrong order, budget or window.
+        DagError: `invalid_request` for a wrong order, budget or window, and for an `on_item` that raises; the states
+            of all answers are released then.
     """
     if order not in ORDERS:
         raise DagError("invalid_request", f"order is one of {', '.join(ORDERS)}, not {order!r}", "order")
@@ -100,11 +102,36 @@ def run_bulk(
             raise DagError("invalid_request", f"{name} is an integer from 1, not {value!r}", name)
     items: dict[int, BulkItem] = {}
 
-    def end(item: BulkItem) -> None:
-        items[item.index] = item
-        if on_item is not None:
-            on_item(item)
+    def end(*ended: BulkItem) -> None:
+        items.update((item.index, item) for item in ended)
+        for item in ended if on_item is not None else ():
+            try:
+                on_item(item)
+            except Exception as error:
+                message = f"it raised at query {item.index}: {type(error).__name__}: {error}"
+                raise DagError("invalid_request", message, "on_item") from error
 
+    try:
+        return _run_all(llm, queries, order, budget, window, size, options, items, end)
+    except BaseException:
+        for item in items.values():
+            if item.result is not None:
+                item.result.close()
+        raise
+
+
+def _run_all(
+    llm: LLM,
+    queries: Sequence[Query | str],
+    order: str,
+    budget: int,
+    window: int,
+    page_size: int,
+    options: Mapping[str, Any],
+    items: Mapping[int, BulkItem],
+    end: Callable[..., None],
+) -> BulkResult:
+    """Plan, order and run; every query goes through `end`, which puts it into `items`."""
     encoded: dict[int, EncodedQuery] = {}
     settings: QueryOptions | None = None
     for index, query in enumerate(queries):
@@ -115,7 +142,7 @@ def run_bulk(
     if settings is None:
         return BulkResult(_sorted(items), (), QueryTokens(0, 0), QueryTokens(0, 0))
     wanted = {
-        index: {key: -(-len(key.input_ids) // size) for key in fragment_keys([query], settings)}
+        index: {key: -(-len(key.input_ids) // page_size) for key in fragment_keys([query], settings)}
         for index, query in encoded.items()
     }
     ordered = list(encoded)
@@ -201,7 +228,7 @@ def _run_window(
     chosen: Sequence[int],
     encoded: Mapping[int, EncodedQuery],
     settings: QueryOptions,
-    end: Callable[[BulkItem], None],
+    end: Callable[..., None],
 ) -> int:
     """Run neighbours; returns how many fragments had to be computed.
 
@@ -214,11 +241,13 @@ def _run_window(
             end(BulkItem(chosen[0], None, error))
             return 0
         return sum(_run_window(llm, [index], encoded, settings, end) for index in chosen)
+    ended: list[BulkItem] = []
     for place, index in enumerate(chosen):
         try:
-            end(BulkItem(index, result_of(llm.engine, job, place, found, facts), None))
+            ended.append(BulkItem(index, result_of(llm.engine, job, place, found, facts), None))
         except DagError as error:
-            end(BulkItem(index, None, _alone(error)))
+            ended.append(BulkItem(index, None, _alone(error)))
+    end(*ended)
     return len(job.fragments)
 
 

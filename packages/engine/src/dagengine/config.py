@@ -57,8 +57,9 @@ class EngineConfig:
             take together with whatever else is on the card. Only on a GPU.
         cpu_kv_gib: host memory for pages that leave the device, and come back from there; pinned if that is a GPU. With
             0 there is none, and they are computed again.
-        kv_directory: a folder where pages that reach the host are kept beyond the engine's life, for engines of the
-            same model; needs `cpu_kv_gib`.
+        kv_directory: a folder where pages that reach the host are kept beyond the engine's life, for inputs of engines
+            of the same model; evicted states are not brought back from there, and what is on the device only at the
+            end is not kept. Needs `cpu_kv_gib`.
         kv_directory_gib: most that it takes there; None: 64.
         eviction: which states leave the device first: `lru`, `next_use` (those that requests will read last), or a
             registered policy.

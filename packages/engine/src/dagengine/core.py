@@ -23,23 +23,25 @@ import torch
 from torch import Tensor
 
 from dagengine_kernels import AttentionBackend
-from dagengine_kvstore import KVStore, KVStoreError, NodeRecord, Read, Reposition
+from dagengine_kvstore import KVStore, KVStoreError, Mover, NodeRecord
+from dagengine_kvstore.torch_arena import TorchArena
 from dagengine_positions import ModelAdapter, ModelGeometry
 
 from .attention import choose_backend, make_backend
 from .config import EngineConfig
-from .errors import DagError, as_dag_error, shown
+from .errors import DagError, as_dag_error
 from .host_tier import HostTier
 from .host_time import HostTime
 from .pipeline import Launch, Pipeline
 from .prepare import Preparer, ResolvedRef
 from .records import engine_facts
-from .request import ContextRef, Event, FinishedEvent, Keep, Request, check_parent, check_request
+from .request import Event, FinishedEvent, Request, check_parent, check_request
 from .runner import Chunk, Runner
 from .running import RunningRequest
 from .sampler import NonFiniteLogits, Sampled, Sampler
 from .scheduler import Scheduler, work_ids
 from .sequence import Sequence
+from .state_operations import StateOperations
 from .stats import EngineStats
 from .tokenizer import Tokenizer
 from .upcoming import Upcoming
@@ -51,7 +53,7 @@ log = logging.getLogger("dagengine")
 Observer = Callable[[str, int, int, Tensor], None]
 
 
-class EngineCore:
+class EngineCore(StateOperations):
     """Owns the queues, the store's lifetimes and the step.
 
     Args:
@@ -185,106 +187,10 @@ class EngineCore:
         self._finish(running, error or DagError("cancelled", "the request was cancelled"))
         return True
 
-    def fork(self, state_id: str, at: int, *, salt: str = "", keep: Keep | None = None) -> str:
-        """A new handle on the first `at` tokens of a state.
-
-        Raises:
-            DagError: as a reference would, with the field `state` or `at`.
-        """
-        if at is None:
-            raise DagError("invalid_request", "say at which token to cut", "at")
-        try:
-            ref = self.preparer.resolve(ContextRef(state=state_id, at=at), 0, salt)
-        except DagError as error:
-            raise DagError(error.code, error.message, (error.field or "state").rpartition(".")[2]) from None
-        assert isinstance(ref.node, NodeRecord)
-        keep = keep or Keep()
-        try:
-            return self.store.name(
-                ref.node, at=ref.at, salt=salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin
-            )
-        except Exception as error:
-            raise as_dag_error(error, "state") from None
-
-    def reposition(
-        self, state_id: str, start: int, *, salt: str = "", copy: bool = False, keep: Keep | None = None
-    ) -> str:
-        """A new state of the same tokens whose K is stored from position `start` on, for readers without deltas.
-
-        Without `copy` it takes the pages of the state, which then is recomputed when somebody reads it; steps in flight
-        are collected first.
-
-        Raises:
-            DagError: the store's refusals, `position_overflow`, the adapter's; the field is `state` or `start`.
-                `invalid_request` for a `copy` that is neither true nor false.
-        """
-        if not isinstance(copy, bool):
-            raise DagError("invalid_request", f"copy is true or false, not {shown(copy)}", "copy")
-        try:
-            ref = self.preparer.resolve(ContextRef(state=state_id), 0, salt)
-            node = ref.node
-            assert isinstance(node, NodeRecord)
-            stop = node.length if ref.at is None else ref.at
-            self.preparer.check_start(node, stop, start)
-            if not copy:
-                while self._pipeline.num_in_flight:
-                    self._collect()
-            mover = self._runner.page_mover()
-            (made,) = self.store.reposition([Reposition(node, start, stop)], mover, copy=copy).nodes
-        except Exception as error:
-            found = as_dag_error(error, "state")
-            field = "start" if (found.field or "").endswith("start") else "state"
-            raise DagError(found.code, found.message, field) from None
-        keep = keep or Keep()
-        try:
-            self.preparer.adopt(made, node)
-            return self.store.name(made, salt=salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin)
-        except Exception as error:
-            raise as_dag_error(error, "state") from None
-        finally:
-            self.store.unhold(made)
-
-    def release_state(self, state_id: str, *, salt: str | None = None) -> None:
-        """End a handle; whoever reads the state keeps it. Raises DagError `state_not_found`, `state_released`."""
-        try:
-            self.store.release(state_id, salt=salt)
-        except Exception as error:
-            found = as_dag_error(error)
-            raise DagError(found.code, found.message, "state") from None
-
-    def offload_state(self, state_id: str, *, salt: str = "") -> None:
-        """Move a state's own pages to the host, as soon as nothing needs them on the device.
-
-        Raises: DagError `state_not_found`, `state_released`, `capacity` if the host has no room, `unsupported` without
-        a host tier.
-        """
-        self._upcoming.changed()
-        node, _ = self._resolve_state(state_id, salt)
-        try:
-            self.store.offload(node)
-        except Exception as error:
-            found = as_dag_error(error)
-            raise DagError(found.code, found.message, "state") from None
-
-    def prefetch_state(self, state_id: str, *, salt: str = "") -> None:
-        """Begin to load what the host has of a state and of what it passes on, as far as pages are unused.
-
-        Raises: DagError as `offload_state`, but for `capacity`.
-        """
-        node, at = self._resolve_state(state_id, salt)
-        passed = self.preparer.graph.node(node.uid).passed
-        reads = [Read(self.preparer.record(r.node), r.start, r.stop, 0) for r in passed]
-        self.store.prefetch([*reads, *([Read(node, 0, at, 0)] if at else [])])
-
-    def _resolve_state(self, state_id: str, salt: str) -> tuple[NodeRecord, int]:
-        if self.host_tier is None:
-            message = "there is no host tier; start the engine with cpu_kv_gib"
-            raise DagError("unsupported", message, "state")
-        try:
-            return self.store.resolve(state_id, salt)
-        except Exception as error:
-            found = as_dag_error(error)
-            raise DagError(found.code, found.message, "state") from None
+    @property
+    def arena(self) -> TorchArena:
+        """The tensors of the KV pages; to be looked at on the engine's thread."""
+        return self._runner.arena
 
     def check(self, request: Request) -> None:
         """What can be refused by looking at a request alone. Raises: DagError."""
@@ -322,6 +228,7 @@ class EngineCore:
 
     def _begin(self, running: RunningRequest, refs: SequenceOf[ResolvedRef]) -> None:
         request = running.request
+        running.began = time.perf_counter()
         prepared = running.prepared = self.preparer.prepare(request, refs)
         params = request.sampling
         seen = running.seen_tokens()
@@ -422,8 +329,7 @@ class EngineCore:
         """End every request, and wait for the steps in flight."""
         for request_id in list(self._requests):
             self.abort(request_id, error)
-        while self._pipeline.num_in_flight:
-            self._collect()
+        self._settle()
 
     def step(self) -> list[Event]:
         """Launch one batch, collect the one before it (without `overlap` this one too), and return what happened since
@@ -481,6 +387,13 @@ class EngineCore:
             if launch.error is not None:
                 self._fail_chunks(launch.chunks, launch.error)
 
+    def _settle(self) -> None:
+        while self._pipeline.num_in_flight:
+            self._collect()
+
+    def _page_mover(self) -> Mover:
+        return self._runner.page_mover()
+
     def _collect(self) -> None:
         """Take the results of the oldest step in flight over into its requests.
 
@@ -500,8 +413,7 @@ class EngineCore:
         for launch in done:
             self._take_results(launch)
         if failed:
-            while self._pipeline.num_in_flight:
-                self._collect()
+            self._settle()
             self._stats.failed_steps = failures + 1
         elif not flight.failed:
             self._stats.failed_steps = 0
@@ -516,7 +428,7 @@ class EngineCore:
             if isinstance(work, Restore):
                 self._stats.restored_tokens += chunk.count
                 if work.committed:
-                    self._scheduler.finish_restore(work)
+                    self._scheduler.bringing.finish_restore(work)
 
     def _take_results(self, launch: Launch) -> None:
         for row, (sequence, result) in enumerate(zip(launch.sequences, launch.results, strict=True)):
@@ -586,12 +498,13 @@ class EngineCore:
                 log.exception("a sealed node could not be kept; its request ends")
                 refusal = as_dag_error(error)
             self.store.unhold(node)
-        assert running.prepared is not None
+        assert running.prepared is not None and running.began is not None
         running.choices[sequence.index] = sequence.choice(
             running.prepared,
             state,
             self._backend(sequence.backend).implementation,
             running.submitted,
+            running.began,
             self.facts,
         )
         if refusal is not None or len(running.choices) == len(running.sequences):
@@ -660,7 +573,7 @@ class EngineCore:
             if chunk.work.phase is not Phase.RUNNING:
                 continue
             if isinstance(chunk.work, Restore):
-                self._scheduler.fail_restore(chunk.work, as_dag_error(error))
+                self._scheduler.bringing.fail_restore(chunk.work, as_dag_error(error))
             elif isinstance(chunk.work, Sequence):
                 self._fail_sequence(chunk.work, as_dag_error(error))
         self.store.check()

@@ -18,8 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dagengine_kvstore import NodeRecord, Tier
-from dagengine_kvstore.residency import page_tier
+from dagengine_kvstore import NodeRecord, Tier, page_tier
 from dagengine_positions import ModelGeometry
 
 KEPT = 0.97

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dagengine_core_graph.schema import GraphDocument, NodeDocument
+from dagengine_core_graph import GraphDocument, NodeDocument
 
 from .errors import DagError
 from .inputs import InputEncoder, build_request, new_request_id, parse_keep

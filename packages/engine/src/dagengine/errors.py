@@ -14,7 +14,7 @@ class DagError(Exception):
     Args:
         code: one of the refusals of the definition (`state_not_found`, `cycle`, ...), or `invalid_request`,
             `unsupported`, `model_not_found`, `invalid_weights`, `cancelled`, `timeout`, `internal`,
-            `queue_full`, `engine_dead`.
+            `state_unavailable`, `queue_full`, `engine_dead`.
         message: what is wrong and what would be right.
         field: the path of the offending field in the caller's terms, if one is to blame.
     """

@@ -13,9 +13,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from dagengine_core_graph.errors import GraphError
-from dagengine_core_graph.query import Query, Retriever, user
-from dagengine_core_graph.query.lowered import MAX_TOKENS
+from dagengine_core_graph import GraphError
+from dagengine_core_graph.query import MAX_TOKENS, FindFragments, Query, user
 
 from .async_engine import EngineThread
 from .build import build_core
@@ -143,7 +142,7 @@ class LLM:
         self,
         query: Query | str,
         *,
-        retriever: Retriever | None = None,
+        retriever: FindFragments | None = None,
         reduce: int | None = None,
         on_text: OnText | None = None,
         **options: Any,
@@ -156,7 +155,7 @@ class LLM:
             reduce: reduce wide judges that are declared closed to groups of so many candidates; not exact.
             on_text: called with each answer's number and new text, on the engine's thread.
             options: `position`, `backend`, `max_tokens` of calls that name none (2048), `seed` of calls that name none,
-                `keep` of the answers (True).
+                `keep` of the answers (True), `cache_salt`: fragments and pages are shared only within one.
 
         Raises:
             DagError: a refusal, or what the first node that failed ended with; the field is the path of the subtree.
@@ -173,13 +172,14 @@ class LLM:
         self,
         query: Query | str,
         *,
-        retriever: Retriever | None = None,
+        retriever: FindFragments | None = None,
         reduce: int | None = None,
         position: str | None = None,
         backend: str | None = None,
         max_tokens: int = MAX_TOKENS,
         seed: int | None = None,
         keep: bool | Keep = True,
+        cache_salt: str | None = None,
     ) -> tuple[EncodedQuery, QueryOptions]:
         """What `query` would run, which takes the same arguments; takes as long as tokenizing does."""
         if isinstance(query, str):
@@ -189,16 +189,20 @@ class LLM:
                 raise as_dag_error(error) from None
         if not isinstance(query, Query):
             raise DagError("invalid_request", f"a query or a text is needed, not {shown(query)}", "query")
+        if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
+            raise DagError("invalid_request", f"cache_salt is a text, not {shown(cache_salt)}", "cache_salt")
         checked = SamplingParams.from_mapping({"max_tokens": max_tokens, "seed": seed})
         settings = QueryOptions(
             position=self._position if position is None else position,
             backend=backend,
+            salt=cache_salt or "",
             max_tokens=max_tokens,
             seed=checked.seed,
             keep=keep_of(keep),
             fragment_ttl_s=self.fragments.ttl_s,
         )
-        return encode_query(query, self.prompts, retriever=retriever, reduce=reduce), settings
+        encoded = encode_query(query, self.prompts, salt=settings.salt, retriever=retriever, reduce=reduce)
+        return encoded, settings
 
     def explain(
         self,

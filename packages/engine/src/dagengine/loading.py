@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from dagengine_kvstore import KVStore, NodeRecord, NotResident, Read, Tier
-from dagengine_kvstore.residency import page_tier
+from dagengine_kvstore import KVStore, NodeRecord, NotResident, Read, Tier, page_tier
 
 from .sequence import Sequence
 from .stats import EngineStats
@@ -60,6 +59,18 @@ class Loading:
         on_way = self._store.load(reads)
         self._await(owner, reads)
         return on_way
+
+    def out_of_reach(self, owner: Sequence, reads: SequenceOf[Read]) -> bool:
+        """Whether part of `reads` cannot be computed again, and loading it failed too often for `owner`, or is lost."""
+        store = self._store
+        for node in dict.fromkeys(read.node for read in reads if not read.node.recomputable):
+            failed = store.failed_loads(node)
+            if (
+                store.is_lost(node)
+                or failed - owner.failed_loads.setdefault(node.uid, failed) >= store.max_failures
+            ):
+                return True
+        return False
 
     def end(self) -> bool:
         """Claim nothing any more. Returns whether anything was claimed."""

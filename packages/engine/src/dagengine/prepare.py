@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from dagengine_core_graph import (
-    Artifact,
     ContextGraph,
     GraphError,
     NodeSpans,
@@ -55,7 +54,6 @@ class ResolvedRef:
 class Prepared:
     """A request that can run: what it sees, where, what it holds, and how far it may go."""
 
-    references: tuple[Reference, ...]
     context: VisibleContext
     layout: Layout
     reads: tuple[Read, ...]
@@ -160,7 +158,6 @@ class Preparer:
             code = "position_overflow" if sampling.min_tokens > limit else "capacity"
             raise DagError(code, f"at most {max_tokens} tokens can be sampled here", "min_tokens")
         return Prepared(
-            references=references,
             context=context,
             layout=layout,
             reads=tuple(
@@ -169,8 +166,8 @@ class Preparer:
                 if s.node in self._records
             ),
             parents=tuple(
-                self._parent(ref.node, reference)
-                for ref, reference in zip(refs, references, strict=True)
+                Parent(ref.node, reading.reference.mode, reading.start, reading.stop)  # type: ignore[arg-type]
+                for ref, reading in zip(refs, context.readings, strict=True)
                 if isinstance(ref.node, NodeRecord)
             ),
             max_tokens=max_tokens,
@@ -193,7 +190,7 @@ class Preparer:
             raise as_dag_error(error, "context") from None
         node = writer.node
         self._records[node.uid] = node
-        self.graph.add(node.uid, prepared.references)
+        self.graph.add(node.uid, prepared.context)
         return writer
 
     def seal(
@@ -251,7 +248,7 @@ class Preparer:
     def plan(self, prepared: Prepared, name: str, length: int, spans: NodeSpans) -> PlannedNode:
         """Put a node into the graph that never runs, so that others can be laid out over it; see `unplan`."""
         node = PlannedNode((name, next(self._plans)), prepared.layout.own_start, length)
-        self.graph.add(node.uid, prepared.references, length=length, spans=spans, sealed=True)
+        self.graph.add(node.uid, prepared.context, length=length, spans=spans, sealed=True)
         self._planned[node.uid] = node
         return node
 
@@ -285,11 +282,6 @@ class Preparer:
 
     def _stored_start(self, uid: object) -> int:
         return self._planned[uid].own_start if isinstance(uid, tuple) else self._records[uid].own_start  # type: ignore[index]
-
-    def _parent(self, node: NodeRecord, reference: Reference) -> Parent:
-        span = reference.span if isinstance(reference, Artifact) else "all"
-        start, stop = self.graph.node(node.uid).span(span, reference.at)
-        return Parent(node, reference.mode, start, stop)  # type: ignore[arg-type]
 
     def _fit(self, request: Request, layout: Layout, max_tokens: int) -> tuple[int, int]:
         """Clamp an unset limit to the pool; refuse what could never be resident at once.
@@ -364,7 +356,6 @@ def context_extents(reads: Sequence[Read], lease: Lease) -> Extents:
     rows[:, PAGE] = np.fromiter(chain.from_iterable(runs), np.int32, len(firsts))
     rows[:, LO] = np.maximum(np.repeat(starts, counts) - firsts, 0)
     rows[:, HI] = np.minimum(np.repeat(stops, counts) - firsts, size)
-    bases = chain.from_iterable(map(lease.bases, range(len(reads))))
-    rows[:, STORED] = np.fromiter(bases, np.int32, len(firsts)) + rows[:, LO]
+    rows[:, STORED] = np.fromiter(lease.all_bases(), np.int32, len(firsts)) + rows[:, LO]
     rows[:, DELTA] = np.repeat(views, counts) + firsts + rows[:, LO] - rows[:, STORED]
     return rows

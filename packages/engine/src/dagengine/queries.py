@@ -12,14 +12,22 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dagengine_core_graph import Artifact
-from dagengine_core_graph.errors import GraphError
-from dagengine_core_graph.query import LoweredQuery, Plan, Query, QueryNode, Retriever, lower, plan
-from dagengine_core_graph.query.lowered import MAX_TOKENS
+from dagengine_core_graph import Artifact, GraphError
+from dagengine_core_graph.query import (
+    MAX_TOKENS,
+    FindFragments,
+    LoweredQuery,
+    Plan,
+    Query,
+    QueryNode,
+    lower,
+    plan,
+)
 
 from .core import EngineCore
 from .errors import DagError, as_dag_error
@@ -28,6 +36,7 @@ from .held import HeldInput, HeldParams
 from .inputs import new_request_id
 from .prompt_cache import PromptCache
 from .request import ContextRef, FinishedEvent, Keep, Request, SpanName, check_parent
+from .retrievers import guarded
 from .sampling import SamplingParams, seed_after
 from .state import State
 from .tokenizer import ChatPrompt
@@ -60,6 +69,14 @@ class QueryOptions:
 
 
 @dataclass(frozen=True)
+class QueryTiming:
+    """Milliseconds until the engine is asked: to plan (retrieve included) and lower, and to tokenize."""
+
+    plan: float
+    tokenize: float
+
+
+@dataclass(frozen=True)
 class EncodedQuery:
     """A lowered query whose inputs are tokens.
 
@@ -73,6 +90,7 @@ class EncodedQuery:
     lowered: LoweredQuery
     prompts: Mapping[str, ChatPrompt]
     fragments: Mapping[str, tuple[tuple[int, ...], int]]
+    timing: QueryTiming
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -152,7 +170,7 @@ def encode_query(
     prompts: PromptCache,
     *,
     salt: str = "",
-    retriever: Retriever | None = None,
+    retriever: FindFragments | None = None,
     reduce: int | None = None,
     max_nodes: int | None = None,
 ) -> EncodedQuery:
@@ -164,19 +182,26 @@ def encode_query(
 
     Raises:
         DagError: the field is the path of the subtree, in the given query or in the planned one. `unsupported` where
-            the model has no tokenizer, or calls name different models: an engine has one.
+            the model has no tokenizer, or calls name different models: an engine has one. `internal` where the
+            retriever failed.
     """
+    begin = time.perf_counter()
     try:
         limits = {} if max_nodes is None else {"max_nodes": max_nodes}
-        planned = plan(query, retriever=retriever, reduce=reduce, **limits)
+        finds = retriever and guarded(retriever)
+        planned = plan(query, retriever=finds, reduce=reduce, **limits)
         lowered = lower(planned)
     except GraphError as error:
         raise as_dag_error(error) from None
-    return encode_lowered(planned, lowered, prompts, salt)
+    plan_ms = (time.perf_counter() - begin) * 1e3
+    return encode_lowered(planned, lowered, prompts, salt, plan_ms=plan_ms)
 
 
-def encode_lowered(planned: Plan, lowered: LoweredQuery, cache: PromptCache, salt: str = "") -> EncodedQuery:
-    """Tokenize a lowered query. Raises as `encode_query`."""
+def encode_lowered(
+    planned: Plan, lowered: LoweredQuery, cache: PromptCache, salt: str = "", *, plan_ms: float = 0.0
+) -> EncodedQuery:
+    """Tokenize a lowered query that took `plan_ms` to plan and lower. Raises as `encode_query`."""
+    begin = time.perf_counter()
     if len(lowered.models) > 1:
         models = ", ".join(lowered.models)
         raise DagError("unsupported", f"calls name several models ({models}); an engine has one", "model")
@@ -193,7 +218,9 @@ def encode_lowered(planned: Plan, lowered: LoweredQuery, cache: PromptCache, sal
         if not prompt.input_ids:
             raise DagError("invalid_request", "the chat template makes no token of this", node.path or None)
         prompts[node.id] = prompt
-    return EncodedQuery(planned, lowered, prompts, _fragments(lowered, prompts))
+    tokenize_ms = (time.perf_counter() - begin) * 1e3
+    timing = QueryTiming(plan_ms, tokenize_ms)
+    return EncodedQuery(planned, lowered, prompts, _fragments(lowered, prompts), timing)
 
 
 def fragment_keys(queries: Sequence[EncodedQuery], options: QueryOptions) -> list[FragmentKey]:

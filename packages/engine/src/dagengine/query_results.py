@@ -6,22 +6,15 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
-from dagengine_core_graph.query import (
-    Generate,
-    Monad,
-    Plan,
-    Query,
-    dump_query,
-)
-from dagengine_core_graph.query.expressions import NOTHING, Join
+from dagengine_core_graph.query import NOTHING, Generate, Join, Monad, Plan, Query, dump_query
 
 from .async_engine import EngineThread
 from .errors import DagError
 from .held import HeldParams, held_answer
 from .prompt_cache import Ids
-from .queries import QueryJob
+from .queries import QueryJob, QueryTiming
 from .records import FORMAT
 from .request import Choice, FinishedEvent
 from .state import Result, Usage, make_result
@@ -170,23 +163,10 @@ def _ids(prompt: ChatPrompt) -> Ids:
     return found
 
 
-@dataclass(frozen=True)
-class QueryResult:
-    """A finished query, which holds the states of its answers until closed or collected.
+class AnsweredQuery:
+    """What holds the answers of a query until it is closed or left as a context manager: an engine's, or a client's."""
 
-    Attributes:
-        query: the result, a query: every call replaced by the text of its answer.
-        answers: of the calls that the result holds, in order.
-        plan: the query as it was planned.
-        record: what `replay` needs to run it again.
-    """
-
-    query: Query
-    answers: tuple[Result, ...]
-    plan: Plan
-    usage: Usage
-    tokens: QueryTokens
-    record: Mapping[str, Any]
+    answers: tuple[Any, ...]
 
     @property
     def text(self) -> str:
@@ -195,6 +175,40 @@ class QueryResult:
             message = f"the query has {len(self.answers)} answers; look at `answers`"
             raise DagError("invalid_request", message, "text")
         return self.answers[0].text
+
+    def close(self) -> None:
+        """Release the states of the answers."""
+        for answer in self.answers:
+            answer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class QueryResult(AnsweredQuery):
+    """A finished query, which holds the states of its answers until closed or collected.
+
+    Attributes:
+        query: the result, a query: every call replaced by the text of its answer.
+        answers: of the calls that the result holds, in order.
+        plan: the query as it was planned.
+        record: what `replay` needs to run it again.
+        timing: what it took before the engine was asked.
+    """
+
+    query: Query
+    answers: tuple[Result, ...]
+    plan: Plan
+    usage: Usage
+    tokens: QueryTokens
+    record: Mapping[str, Any]
+    timing: QueryTiming
 
     @property
     def held(self) -> Query:
@@ -223,19 +237,6 @@ class QueryResult:
 
         return hold(self.plan.query) or NOTHING
 
-    def close(self) -> None:
-        """Release the states of the answers."""
-        for answer in self.answers:
-            answer.close()
-
-    def __enter__(self) -> QueryResult:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def query_result(engine: EngineThread, job: QueryJob, index: int, outcome: Outcome) -> QueryResult:
     """What a Python user is given."""
@@ -246,4 +247,5 @@ def query_result(engine: EngineThread, job: QueryJob, index: int, outcome: Outco
         outcome.usage,
         outcome.tokens,
         outcome.record,
+        job.queries[index].timing,
     )

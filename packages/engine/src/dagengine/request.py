@@ -102,8 +102,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds: compile references, lay out, prepare KV (lease, restore), submission to first token."""
+    """Milliseconds: submission until requests that it waits for have ended, compile references, lay out, prepare KV
+    (lease, restore), submission to first token."""
 
+    waited: float
     compile: float
     layout: float
     kv_prepare: float

@@ -7,7 +7,7 @@ A retriever is a plug-in of the group `dagengine.retrievers`, by its name there 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 
 from dagengine_core_graph.query import Fragment, Retrieve
 
-from .errors import DagError
+from .errors import DagError, shown
 
 GROUP = "dagengine.retrievers"
 DEFAULT = "fts5"
@@ -92,6 +92,32 @@ class Corpora:
         """Let go of every corpus."""
         for corpus in self.corpora.values():
             corpus.close()
+
+
+def guarded(
+    retriever: Callable[[Retrieve], Iterable[str | Fragment]],
+) -> Callable[[Retrieve], list[str | Fragment]]:
+    """The same retriever, any failure of which is a DagError.
+
+    Raises, when it is called: DagError `internal` for an exception of the retriever, or for what is no fragment and no
+    text.
+    """
+
+    def find(query: Retrieve) -> list[str | Fragment]:
+        try:
+            found = list(retriever(query))
+        except DagError:
+            raise
+        except Exception as error:
+            message = f"the retriever failed: {type(error).__name__}: {error}"
+            raise DagError("internal", message, "retrieve") from error
+        for piece in found:
+            if not isinstance(piece, str | Fragment):
+                message = f"a retriever returns fragments or texts, not {shown(piece)}"
+                raise DagError("internal", message, "retrieve")
+        return found
+
+    return find
 
 
 def open_corpora(places: Mapping[str, Path], retriever: str = DEFAULT) -> Corpora:

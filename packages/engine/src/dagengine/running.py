@@ -16,7 +16,7 @@ from .sequence import Sequence
 class RunningRequest:
     """
     Attributes:
-        submitted: on the clock of `time.perf_counter`.
+        submitted, began: when it came, and when all that it waited for had ended; on the clock of `time.perf_counter`.
         arrival: its number in the order of submissions.
         parents: ids of requests of the same submission that it waits for.
         targets: what its references name, by index, and the first tokens held of it until this request began.
@@ -33,6 +33,7 @@ class RunningRequest:
     sequences: list[Sequence] = field(default_factory=list)
     choices: dict[int, Choice] = field(default_factory=dict)
     prepared: Prepared | None = None
+    began: float | None = None
 
     def hold(self, store: KVStore, index: int, target: ResolvedRef, at: int | None) -> None:
         """Keep what reference `index` will read, whoever else lets go of it. Raises DagError `state_released`."""

@@ -165,5 +165,7 @@ def _logit_bias(value: object) -> dict[int, float]:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
             raise _bad("logit_bias", "must have token ids as keys", key)
         _number("logit_bias", bias, -100.0, 100.0)
+        if token in result:
+            raise _bad("logit_bias", "must name a token id once", key)
         result[token] = float(bias)
     return result

@@ -1,23 +1,17 @@
-"""Which work gets how many tokens in the next step: admission, chunked prefill, decode, preemption, restores.
+"""Which work gets how many tokens in the next step: admission, chunked prefill, decode.
 
-Pure Python over the store's bookkeeping; no tensors. The order is (priority, arrival, index): work takes pages only
-from work that comes after it, so the first in order always progresses.
+Pure Python over the store's bookkeeping; no tensors. Who gives pages up for whom is said in `queues`.
 
     waiting ──lease, match, reserve──► running ──preempted──► waiting
        │                                └─► sealed
-       └── evicted context: what the host has is loaded, then the rest is restored one node at a time, for the first in
-           the queue only; what it reads stays leased. Others prefetch into unused pages, or run there while it loads
+       └── evicted context: brought back for the first in the queue only. Others prefetch into unused pages, or run
+           there while it loads
 
-Where pages are short because they are being stored on the host, and those that come suffice, everybody waits for them:
-nobody is preempted, and nothing fails while a transfer may still bring pages.
-
-A step may be in flight while the next one is chosen. Then nobody loses pages: whoever would have to is left alone,
-and `schedule` asks for that step to be collected first. So a preempted sequence has no token pending and no row in
-flight, and its pages are free at once.
+Where a step in flight has to be collected before pages change hands, `schedule` asks for that.
 
 Where the batch that decodes changes, or one of it needs a page, each of it gets the page behind the one that it fills,
 too, as long as pages are unused and it can sample so many tokens. So a runner that plans then plans for page_size
-steps. Whoever needs pages takes these back first, from the last in order, before a state is evicted or work preempted.
+steps.
 
 Who gets how much of a step's tokens: sequences that decode, one each; then those that compute their input, in order.
 One that has more than `LONG_STEPS` whole steps of that to do leaves a quarter of what it found to those behind it, if
@@ -28,20 +22,19 @@ decoded, rounded down, however long they are; and it waits for each of them for 
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as SequenceOf
 from itertools import chain, count, islice
 
-from dagengine_kvstore import KVStore, Lease, NotResident, OutOfPages, Read, RestoreWriter, Writer
+from dagengine_kvstore import KVStore, Lease, NotResident, OutOfPages
 from dagengine_kvstore.recall import Recalls
 
+from .bringing import Bringing
 from .config import EngineConfig
 from .errors import DagError
 from .loading import LOOK_AHEAD, Loading
 from .prepare import context_extents
+from .queues import Queues, Unsettled, never_fits
 from .recalling import Recalling
-from .restoring import Restoring
 from .runner import Chunk
 from .sequence import Sequence
 from .stats import EngineStats
@@ -50,12 +43,8 @@ from .work import Phase, Restore, Work
 LONG_STEPS = 4
 
 
-class _Unsettled(Exception):
-    """Somebody has to lose pages, and a step is in flight."""
-
-
 class Scheduler:
-    """Holds the queues.
+    """Fills the steps from the queues.
 
     Args:
         fail: called with a sequence that can never run and the reason.
@@ -76,35 +65,32 @@ class Scheduler:
         fail: Callable[[Sequence, DagError], None],
         forget: Callable[[Work], None],
     ) -> None:
-        self._store, self._config, self._work_ids = store, config, work_ids
-        self._fail, self._forget = fail, forget
-        self.waiting: list[Sequence] = []
-        self.running: list[Work] = []
-        self.num_preemptions = 0
-        self.num_restores = 0
-        self._restoring: Restoring | None = None
+        self._store, self._config, self._fail = store, config, fail
+        self.queues = Queues(store, Recalling(recalls), forget)
         self._loading = Loading(store, stats)
-        self._two_tiers, self._recalling = two_tiers, Recalling(recalls)
-        self._chunks: dict[int, tuple[Work, int]] = {}
+        self.bringing = Bringing(store, self.queues, self._loading, work_ids, fail)
+        self._two_tiers = two_tiers
         self._decoding: list[int] = []
-        self._in_flight = False
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return self.queues.waiting
+
+    @property
+    def running(self) -> list[Work]:
+        return self.queues.running
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.queues.num_preemptions
 
     def add(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=lambda s: s.order)
+        self.queues.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of the queues and let go of what it reads. Its writer is the caller's to end."""
-        if self._restoring is not None and self._restoring.owner is sequence:
-            self._end_restoring()
-        if self._loading.owner is sequence:
-            self._loading.end()
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        if sequence in self.running:
-            self.running.remove(sequence)
-        self._chunks.pop(sequence.id, None)
-        self._let_go(sequence)
-        sequence.phase = Phase.DONE
+        self.bringing.end(sequence)
+        self.queues.remove(sequence)
 
     def schedule(self, *, in_flight: bool = False) -> list[Chunk] | None:
         """Choose and reserve the next step's work.
@@ -115,13 +101,13 @@ class Scheduler:
         Returns: chunks with their slots, none if nothing can run; None if that needs pages which are only to be had
         once the step in flight is collected.
         """
-        self._in_flight, self._chunks = in_flight, {}
+        self.queues.in_flight, self.queues.chunks = in_flight, {}
         try:
             self._choose()
-        except _Unsettled:
-            self._chunks = {}
+        except Unsettled:
+            self.queues.chunks = {}
             return None
-        chosen, self._chunks = self._chunks, {}
+        chosen, self.queues.chunks = self.queues.chunks, {}
         return [_chunk(work, size) for work, size in chosen.values()]
 
     def _choose(self) -> None:
@@ -134,7 +120,7 @@ class Scheduler:
         short = [work for work in decoding if work.writer.pages_needed(1)]
         first = decoding
         if len(ids) <= budget and not short:
-            self._chunks = {work.id: (work, 1) for work in decoding}
+            self.queues.chunks = {work.id: (work, 1) for work in decoding}
             budget -= len(ids)
             first = []
         for work in chain(first, filling):
@@ -142,7 +128,7 @@ class Scheduler:
                 continue
             size = self._share(work, budget)
             if self._reserve(work, size):
-                self._chunks[work.id] = (work, size)
+                self.queues.chunks[work.id] = (work, size)
                 budget -= size
         while self.waiting and budget and self.num_preemptions == preempted:
             admitted = self._admit_first(budget)
@@ -161,23 +147,12 @@ class Scheduler:
     def _reserve_ahead(self, decoding: list[Work]) -> None:
         """Unused pages for the tokens that chosen work samples in the next page_size steps."""
         for work in decoding:
-            if work.id in self._chunks and isinstance(work, Sequence):
+            if work.id in self.queues.chunks and isinstance(work, Sequence):
                 ahead = min(work.writer.page_size, work.most_tokens - work.writer.num_tokens - 1)
                 try:
                     work.writer.reserve(1 + ahead, evict=False)
                 except OutOfPages:
                     return
-
-    def _take(self, writer: Writer | RestoreWriter, count: int) -> None:
-        """Pages for `count` more tokens, those reserved ahead before evicted states'. Raises OutOfPages."""
-        short = writer.pages_needed(count) - self._store.num_unused
-        if short > 0:
-            spare = [(work, work.writer.pages_spare(work.remaining)) for work in self.running]
-            total = sum(pages for _, pages in spare)
-            if total and self._store.can_fit(writer.pages_needed(count) - total, reads=writer.node.reads):
-                for work, _ in reversed(spare):
-                    short -= work.writer.give_back(work.remaining, max(0, short))
-        writer.reserve(count)
 
     def _share(self, work: Work, budget: int) -> int:
         """How many of the `budget` tokens that are left this work gets, while others may follow."""
@@ -189,30 +164,16 @@ class Scheduler:
 
     def _spend(self, budget: int) -> None:
         """Give what those behind a long input could not use back to it. Who got one token found, or has, no more."""
-        for work, size in [chosen for chosen in self._chunks.values() if chosen[1] > 1]:
+        for work, size in [chosen for chosen in self.queues.chunks.values() if chosen[1] > 1]:
             more = min(budget, work.remaining - size)
             if not more:
                 continue
             try:
-                self._take(work.writer, size + more)
+                self.queues.take(work.writer, size + more)
             except OutOfPages:
                 continue
-            self._chunks[work.id] = (work, size + more)
+            self.queues.chunks[work.id] = (work, size + more)
             budget -= more
-
-    def finish_restore(self, work: Restore) -> None:
-        """A restore computed its last token: its node is resident again, and stays so for its owner."""
-        assert self._restoring is not None and self._restoring.job is work
-        self._restoring.finish_job()
-        self._retire(work)
-        self.num_restores += 1
-
-    def fail_restore(self, work: Restore, error: DagError) -> None:
-        """A restore failed in its step: its owner ends with that error, since it would fail again."""
-        if self._restoring is not None and self._restoring.job is work:
-            owner = self._restoring.owner
-            self._end_restoring()
-            self._fail(owner, error)
 
     def _admit_first(self, budget: int) -> int | None:
         """Admit the first waiting sequence that may start. Returns its tokens in this step, or None to wait."""
@@ -232,10 +193,8 @@ class Scheduler:
             if sequence.lease is None:
                 return None
             self._match(sequence)
-            if self._restoring is not None and self._restoring.owner is sequence:
-                self._end_restoring()
-            self._loading.end()
-            if self._recalling.start(sequence):
+            self.bringing.end(sequence)
+            if self.queues.recalling.start(sequence):
                 return None
         if not self._reserve_waiting(sequence):
             return None
@@ -249,12 +208,12 @@ class Scheduler:
             sequence.matched = min(sequence.computed, sequence.num_input)
         self.waiting.remove(sequence)
         sequence.phase = Phase.RUNNING
-        insort(self.running, sequence, key=lambda w: w.order)
+        self.queues.run(sequence)
         if sequence.prepared is None:
             sequence.prepared = time.perf_counter()
         size = self._share(sequence, budget)
         if size:
-            self._chunks[sequence.id] = (sequence, size)
+            self.queues.chunks[sequence.id] = (sequence, size)
         return size
 
     def _admit_beside(self, budget: int) -> int | None:
@@ -282,9 +241,7 @@ class Scheduler:
                 sequence.writer.reserve(sequence.remaining)
                 sequence.prepare_began = sequence.prepare_began or time.perf_counter()
                 return self._start(sequence, budget)
-            sequence.writer.rollback()  # type: ignore[union-attr]
-            sequence.restart()
-            self._let_go(sequence)
+            self.queues.restart(sequence)
         return None
 
     def _match(self, sequence: Sequence) -> None:
@@ -297,31 +254,14 @@ class Scheduler:
 
     def finish_recalls(self) -> None:
         """Take over what came from a directory since the last call."""
-        self._recalling.finish(self.waiting)
-
-    def _end_recalls(self) -> bool:
-        """Running work needs the pages of waiting ones that were, or are, recalled: those compute. Returns whether
-        there were any.
-        """
-        ended = [sequence for sequence in self.waiting if sequence.recall or sequence.lease is not None]
-        for sequence in ended:
-            sequence.recall = False
-            sequence.writer.rollback()  # type: ignore[union-attr]
-            sequence.restart()
-            self._let_go(sequence)
-        return bool(ended)
-
-    @property
-    def _brings(self) -> bool:
-        """Whether copies under way may still make pages available."""
-        return self._store.num_in_flight > 0 or self._recalling.is_under_way
+        self.queues.recalling.finish(self.waiting)
 
     def _lease(self, sequence: Sequence) -> Lease | None:
         """A lease on what a waiting sequence reads; None if that has to be brought back first."""
         try:
             return self._store.lease(sequence.reads)
         except NotResident as missing:
-            if not self._bring_back(sequence, missing):
+            if not self.bringing.bring(sequence, missing):
                 return None
         try:
             return self._store.lease(sequence.reads)
@@ -330,19 +270,17 @@ class Scheduler:
 
     def _reserve_waiting(self, sequence: Sequence) -> bool:
         try:
-            self._take(sequence.writer, sequence.remaining)
+            self.queues.take(sequence.writer, sequence.remaining)
         except OutOfPages as short:
-            comes = self._comes_by_itself(short, sequence.writer.node.reads)
-            sequence.writer.rollback()  # type: ignore[union-attr]
-            sequence.restart()
-            self._let_go(sequence)
-            if comes or (self._in_flight and self.running and self._restoring is None):
+            comes = self.queues.comes_by_itself(short, sequence.writer.node.reads)
+            self.queues.restart(sequence)
+            if comes or (self.queues.in_flight and self.running and not self.bringing.is_restoring):
                 return False  # what the steps in flight hold comes back by itself
-            self._settle()
-            if self._restoring is not None:
-                self._end_restoring()
-            elif not self.running and not self._end_recalls() and not self._brings:
-                self._fail(sequence, _never_fits(sequence))
+            self.queues.settle()
+            if self.bringing.is_restoring:
+                self.bringing.end_restoring()
+            elif not self.running and not self.queues.end_recalls() and not self.queues.brings:
+                self._fail(sequence, never_fits(sequence))
             return False
         return True
 
@@ -350,165 +288,29 @@ class Scheduler:
         """Pages for `size` more tokens of running work, taken from the last in order if there are none."""
         while True:
             try:
-                self._take(work.writer, size)
+                self.queues.take(work.writer, size)
             except OutOfPages as short:
-                if self._loading.end() or self._end_recalls():
+                if self._loading.end() or self.queues.end_recalls():
                     continue
-                if self._comes_by_itself(short, work.writer.node.reads):
+                if self.queues.comes_by_itself(short, work.writer.node.reads):
                     return False
-                self._settle()
+                self.queues.settle()
                 victims = [w for w in self.running if w.order > work.order or w is work]
                 victim = victims[-1] if victims else work
-                if victim is work and len(self.running) == 1 and self._restoring is None:
-                    if self._brings:
+                if victim is work and len(self.running) == 1 and not self.bringing.is_restoring:
+                    if self.queues.brings:
                         return False
                     assert isinstance(work, Sequence)
-                    self._fail(work, _never_fits(work))
+                    self._fail(work, never_fits(work))
                     return False
                 if victim is work and len(self.running) == 1 and not isinstance(work, Restore):
-                    self._end_restoring()
+                    self.bringing.end_restoring()
                     continue
-                self._preempt(victim)
+                self.bringing.preempt(victim)
                 if victim is work:
                     return False
             else:
                 return True
-
-    def _comes_by_itself(self, short: OutOfPages, reads: SequenceOf[Read]) -> bool:
-        """Whether stores and recalls under way bring the pages that somebody is short of, who reads `reads`."""
-        if not short.moving and not self._recalling.is_under_way:
-            return False
-        return short.needed <= short.moving + short.waiting + self._store.available(reads=reads)
-
-    def _settle(self) -> None:
-        """From here on pages change hands, which has to wait for a step in flight. Raises _Unsettled."""
-        if self._in_flight:
-            raise _Unsettled
-
-    def _preempt(self, work: Work) -> None:
-        """Take the pages of running work; what it sampled stays, its KV is computed again."""
-        self._chunks.pop(work.id, None)
-        if isinstance(work, Restore):
-            self._end_restoring()
-            return
-        assert isinstance(work, Sequence)
-        self.num_preemptions += 1
-        self.running.remove(work)
-        work.writer.rollback()  # type: ignore[union-attr]
-        work.restart()
-        work.phase = Phase.WAITING
-        self._let_go(work)
-        self.add(work)
-
-    def _bring_back(self, owner: Sequence, missing: NotResident) -> bool:
-        """Load what the host has of what a waiting sequence reads; once that is there, restore the rest.
-
-        Returns: whether what was to be loaded turned out to be there still.
-        """
-        if self._restoring is not None and self._restoring.owner is not owner:
-            self._end_restoring()
-        reads, _ = self._loading.divide(owner, owner.reads, missing)
-        if reads and self._restoring is None:
-            return self._load(owner, owner.reads, reads)
-        self._restore_for(owner)
-        return False
-
-    def _load(self, owner: Sequence, kept: SequenceOf[Read], reads: SequenceOf[Read]) -> bool:
-        """Start to load `reads`, or go on, beside `kept`: as `_start_restore`, but it waits for work before it.
-
-        Returns: whether all of it is there.
-        """
-        while True:
-            try:
-                return not self._loading.load(owner, reads)
-            except OutOfPages as short:
-                if self._comes_by_itself(short, kept):
-                    return False
-                later = [w for w in self.running if w.order > owner.order]
-                if self.running and not later:
-                    return False
-                self._settle()
-                if later:
-                    self._preempt(later[-1])
-                elif self._restoring is None or not self._restoring.spare(None):
-                    self._give_up(owner)
-                    return False
-
-    def _give_up(self, owner: Sequence) -> None:
-        """Nothing runs, and there are no pages to bring back what `owner` reads."""
-        if not self._end_recalls() and not self._brings:
-            self._end_restoring()
-            self._loading.end()
-            self._fail(owner, _never_fits(owner))
-
-    def _restore_for(self, owner: Sequence) -> None:
-        """Bring evicted context back, as far as it goes now."""
-        if self._restoring is None:
-            self._restoring = Restoring(self._store, self._loading, owner)
-        state = self._restoring
-        if state.job is not None:
-            return
-        while (writer := state.next()) is not None:
-            if self._start_restore(state, writer) or self._restoring is not state:
-                return
-        if state.to_load:
-            self._load(owner, state.reads, state.to_load)
-
-    def _start_restore(self, state: Restoring, writer: RestoreWriter) -> bool:
-        """Whether it runs now, or waits for transfers. If not it is complete already, or there are no pages and
-        restoring has ended.
-        """
-        job = state.make_job(writer, next(self._work_ids))
-        assert job.lease is not None
-        while True:
-            try:
-                self._take(writer, job.remaining)
-            except OutOfPages as short:
-                if self._comes_by_itself(short, writer.node.reads):
-                    job.lease.release()
-                    return True
-                if self._in_flight:
-                    job.lease.release()
-                    raise _Unsettled from None
-                later = [w for w in self.running if w.order > job.order]
-                if later:
-                    self._preempt(later[-1])
-                    continue
-                if not self.running and state.spare(writer.node):
-                    continue
-                job.lease.release()
-                if not self.running:
-                    self._give_up(state.owner)
-                    return True
-                self._end_restoring()
-                return False
-            break
-        state.job = job
-        insort(self.running, job, key=lambda w: w.order)
-        if not job.remaining:
-            self.finish_restore(job)
-            return False
-        return True
-
-    def _end_restoring(self) -> None:
-        state, self._restoring = self._restoring, None
-        if state is None:
-            return
-        if state.job is not None:
-            self._chunks.pop(state.job.id, None)
-            self._retire(state.job)
-        state.end()
-
-    def _retire(self, work: Work) -> None:
-        self.running.remove(work)
-        self._let_go(work)
-        work.phase = Phase.DONE
-
-    def _let_go(self, work: Work) -> None:
-        if work.lease is not None:
-            work.lease.release()
-            work.lease = None
-        self._forget(work)
 
 
 def _chunk(work: Work, size: int) -> Chunk:
@@ -520,14 +322,6 @@ def _chunk(work: Work, size: int) -> Chunk:
     slots = tuple(work.writer.append(known, unknown))
     samples = begin + size == len(work.tokens) + work.pending and work.wants_logits
     return Chunk(work, size, slots, samples, work.pending_row if unknown else None)
-
-
-def _never_fits(sequence: Sequence) -> DagError:
-    return DagError(
-        "capacity",
-        "the request's context and its own tokens do not fit into the KV pool together, even alone",
-        "max_tokens" if sequence.max_tokens else "input",
-    )
 
 
 def work_ids() -> Iterator[int]:

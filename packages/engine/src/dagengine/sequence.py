@@ -36,6 +36,7 @@ class Sequence(Work):
         max_tokens: resolved limit of sampled tokens (0 for a node that samples nothing).
         after: another answer of the same request whose prefill this one waits for, to share its pages.
         reload: by node, whether what the host has of it is loaded for this answer, or computed again.
+        failed_loads: by node that cannot be computed again, how many loads had failed before this answer asked for it.
         awaited: by node, page indices that came from the host, or were to come, before this answer ran.
         recall: whether pages of its input are on their way from a directory; None: it was not looked there yet.
         recalled: tokens that came from there.
@@ -58,6 +59,7 @@ class Sequence(Work):
     matched: int | None = None
     restored: int = 0
     reload: dict[int, bool] = field(default_factory=dict)
+    failed_loads: dict[int, int] = field(default_factory=dict)
     awaited: dict[int, set[int]] = field(default_factory=dict)
     prefetch_pages: int | None = 0
     recall: bool | None = None
@@ -224,6 +226,7 @@ class Sequence(Work):
         state: str | None,
         implementation: str,
         submitted: float,
+        began: float,
         facts: Mapping[str, object],
     ) -> Choice:
         """The finished answer.
@@ -231,7 +234,8 @@ class Sequence(Work):
         Args:
             state: the id under which it was kept, if it was.
             implementation: what ran as its attention backend.
-            submitted: when the request came, on the clock of `time.perf_counter`.
+            submitted, began: when the request came, and when all that it waited for had ended; on the clock of
+                `time.perf_counter`.
             facts: of the engine, for the record.
         """
         assert self.finish_reason is not None and self.first_token is not None
@@ -271,6 +275,7 @@ class Sequence(Work):
                     finish_reason=self.finish_reason,
                 ),
                 timing=Timing(
+                    waited=(began - submitted) * 1e3,
                     compile=prepared.compile_ms,
                     layout=prepared.layout_ms,
                     kv_prepare=(prepared_at - (self.prepare_began or prepared_at)) * 1e3,

@@ -10,7 +10,7 @@ from dagengine_kvstore.errors import (
     PinBudgetExceeded,
 )
 from dagengine_kvstore.events import Event, EventLog
-from dagengine_kvstore.eviction import Candidate, EvictionPolicy, LeastRecentlyUsed, NextUse
+from dagengine_kvstore.eviction import Candidate, EvictionPolicy, LeastRecentlyUsed, NextUse, eviction_policy
 from dagengine_kvstore.layout import KVLayout, LayerGroupLayout
 from dagengine_kvstore.leases import Lease
 from dagengine_kvstore.move_plan import plan_moves
@@ -19,6 +19,7 @@ from dagengine_kvstore.nodes import Extent, NodeRecord, NodeStatus, Recipe
 from dagengine_kvstore.references import Mode, Parent, Read
 from dagengine_kvstore.registry import Plugin, plugins
 from dagengine_kvstore.repositioning import Reposition, Repositioned
+from dagengine_kvstore.residency import page_tier
 from dagengine_kvstore.stats import StateInfo, StoreStats
 from dagengine_kvstore.store import KVStore
 from dagengine_kvstore.tiers import Completion, Copy, NoTransfer, Tier, Transfer
@@ -66,6 +67,8 @@ __all__ = [
     "Tier",
     "Transfer",
     "Writer",
+    "eviction_policy",
+    "page_tier",
     "plan_moves",
     "plugins",
 ]

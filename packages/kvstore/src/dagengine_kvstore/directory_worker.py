@@ -8,6 +8,7 @@ What the system refuses is counted. A fault of this program ends the thread and 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Collection
@@ -16,6 +17,8 @@ from typing import Protocol
 
 from dagengine_kvstore.directory import PageDirectory
 from dagengine_kvstore.errors import KVStoreError
+
+log = logging.getLogger(__name__)
 
 
 class HostPages(Protocol):
@@ -41,7 +44,8 @@ class PersistentStats:
 
     Attributes:
         pages_written: or found there.
-        pages_given_up: overwritten before they were written, too many at once, or larger than the directory.
+        pages_given_up: overwritten before they were written, too many at once, larger than the directory, or too late
+            at the end.
         pages_failed: by an error of the system.
         pages_absent: of recalls that found not everything, from the first missing page on.
     """
@@ -122,12 +126,25 @@ class DirectoryWorker:
             ended, self._ended = list(self._ended), deque()
             return ended
 
-    def stop(self) -> None:
-        """Do what is queued, then end the thread."""
+    def stop(self, timeout_s: float) -> None:
+        """Do what is queued, then end the thread. One that has not ended in time is left behind, with what it is doing;
+        what is queued is given up.
+        """
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            return
+        with self._changed:
+            left = len(self._puts)
+            self._puts.clear()
+            self._fetches.clear()
+            self._count(pages_given_up=left)
+        log.warning(
+            "the directory's thread has not ended in %g s; %d pages are not written, besides the one it is at",
+            timeout_s, left,
+        )  # fmt: skip
 
     def _run(self) -> None:
         try:

@@ -6,7 +6,8 @@ they belong to is released.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from types import TracebackType
 
 from dagengine_kvstore.errors import KVStoreError
@@ -48,7 +49,7 @@ class Lease:
         self._pool = pool
         self.page_size = page_size
         self._on_release = on_release
-        self._generations = [pool.generation[page] for run in pages for page in run]
+        self._generations = self._count_generations()
         self._released = False
 
     def __enter__(self) -> Lease:
@@ -78,6 +79,11 @@ class Lease:
         base = self._pool.base
         return [base[page] for page in self.pages[index]]
 
+    def all_bases(self) -> Iterator[int]:
+        """`bases` of all reads, one after the other. Raises as `bases`."""
+        self._check_held()
+        return map(self._pool.base.__getitem__, chain.from_iterable(self.pages))
+
     def release(self) -> None:
         """Give the pages back. Raises KVStoreError `lease_released` the second time."""
         self._check_held()
@@ -86,8 +92,10 @@ class Lease:
 
     def is_stale(self) -> bool:
         """Whether a pinned page was handed out again: never, unless the books are wrong."""
-        now = [self._pool.generation[page] for run in self.pages for page in run]
-        return now != self._generations
+        return self._count_generations() != self._generations
+
+    def _count_generations(self) -> list[int]:
+        return list(map(self._pool.generation.__getitem__, chain.from_iterable(self.pages)))
 
     def _check_held(self) -> None:
         if self._released:

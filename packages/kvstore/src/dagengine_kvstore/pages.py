@@ -203,13 +203,15 @@ class PagePool:
             self.generation[page] += 1
             self.turned[page] = False
 
-    def share(self, page: int) -> None:
-        """One more reference to a page that is live, or whose content is registered."""
-        if self.refs[page] == 0:
-            assert self._content[page] is not None, f"page {page} has no content to share"
-            self._cached.pop(page, None)
-            self._waiting.pop(page, None)
-        self.refs[page] += 1
+    def share(self, *pages: int) -> None:
+        """One more reference to each of these pages, which are live or have registered content."""
+        refs = self.refs
+        for page in pages:
+            if not refs[page]:
+                assert self._content[page] is not None, f"page {page} has no content to share"
+                self._cached.pop(page, None)
+                self._waiting.pop(page, None)
+            refs[page] += 1
 
     def touch(self, page: int, *, written: bool = False) -> None:
         """Who read or wrote a page lets go of it, while others may go on referring to it."""

@@ -54,6 +54,7 @@ class PersistentTransfer:
         directory: its pages are as large as the host's.
         num_spare: host pages, the inner transfer's last ones, that recalls go through and the store does not get.
         max_queued: pages that may wait to be written; of more, the oldest are given up.
+        close_timeout_s: for which `close` waits for the directory.
 
     `keys`, `tokens` and `bases` of a stored Copy say what is written; a page with an empty key is not.
 
@@ -68,17 +69,21 @@ class PersistentTransfer:
         *,
         num_spare: int = 4,
         max_queued: int = 256,
+        close_timeout_s: float = 60.0,
     ) -> None:
         for field, size in (("num_spare", num_spare), ("max_queued", max_queued)):
             if size < 1:
                 raise KVStoreError("invalid_size", f"{field} must be at least 1, not {size}", field=field)
+        if not close_timeout_s > 0:
+            message = f"close_timeout_s must be positive, not {close_timeout_s}"
+            raise KVStoreError("invalid_size", message, field="close_timeout_s")
         if inner.num_host_pages < num_spare:
             message = f"num_spare is {num_spare}, and there are {inner.num_host_pages} host pages"
             raise KVStoreError("invalid_size", message, field="num_spare")
         self._inner, self._directory = inner, directory
         self._num_spare = num_spare
         self._worker = DirectoryWorker(host, directory, max_queued)
-        self._stop = weakref.finalize(self, self._worker.stop)
+        self._stop = weakref.finalize(self, self._worker.stop, close_timeout_s)
         self._next = 1
         self._running: dict[int, tuple[int, Copy]] = {}  # by inner ticket: own ticket, copy
         self._held: dict[int, Copy] = {}  # by own ticket, in order
@@ -164,7 +169,10 @@ class PersistentTransfer:
         return ended
 
     def close(self) -> None:
-        """Write what is queued, then stop. The inner transfer is its owner's to close, afterwards."""
+        """Write what is queued, then stop. What the disk has not taken in time is given up, and logged.
+
+        The inner transfer is its owner's to close, afterwards.
+        """
         self._stop()
 
     def _may_start(self, copy: Copy) -> bool:

@@ -67,10 +67,11 @@ def check_references(
     if {"inherit", "digest"} <= modes:
         message = "a node inherits or digests, not both; artifact mixes with either"
         raise KVStoreError("edge_mix_forbidden", message, field="parents")
+    fields = tuple(sorted(signature.items()))
     for index, parent in enumerate(parents):
         field = f"parents[{index}]"
         check_readable(parent.node, parent.start, parent.stop, salt, field)
-        _check_signature(parent.node, signature, field)
+        _check_signature(parent.node, fields, field)
         if parent.mode not in ("inherit", "digest", "artifact"):
             message = f"mode must be inherit, digest or artifact, not {parent.mode!r}"
             raise KVStoreError("invalid_mode", message, field=f"{field}.mode")
@@ -81,13 +82,21 @@ def check_references(
     for index, read in enumerate(reads):
         field = f"reads[{index}]"
         check_readable(read.node, read.start, read.stop, salt, field)
-        _check_signature(read.node, signature, field)
+        _check_signature(read.node, fields, field)
         if read.start == read.stop:
             raise KVStoreError("span_out_of_range", "a read holds at least one token", field=field)
 
 
 def check_readable(node: NodeRecord, start: int, stop: int, salt: str | None, field: str) -> None:
     """Whether tokens [start, stop) of a node can be referred to (salt None: not checked)."""
+    if (
+        node.status is NodeStatus.SEALED
+        and (salt is None or node.salt == salt)
+        and type(start) is int
+        and type(stop) is int
+        and 0 <= start <= stop <= len(node.tokens)
+    ):
+        return
     if salt is not None and node.salt != salt:
         raise KVStoreError("state_not_found", f"there is no state of node {node.uid}", field=field)
     if node.status is NodeStatus.ABORTED:
@@ -110,8 +119,10 @@ def check_held(node: NodeRecord, start: int, stop: int, *, passed: bool, field: 
         raise KVStoreError("state_released", message, field=field)
 
 
-def _check_signature(node: NodeRecord, signature: Mapping[str, str], field: str) -> None:
-    theirs = dict(node.signature)
+def _check_signature(node: NodeRecord, fields: tuple[tuple[str, str], ...], field: str) -> None:
+    if node.signature == fields:
+        return
+    theirs, signature = dict(node.signature), dict(fields)
     for name in sorted(theirs.keys() | signature.keys()):
         if theirs.get(name) != signature.get(name):
             message = f"node {node.uid} has {name} {theirs.get(name)!r}, the new node {signature.get(name)!r}"

@@ -7,10 +7,13 @@ mover's, in which order the plan's.
 K of a page is turned once after it was computed, never again: the error of repeated turns in bfloat16 grows to 10 % at
 256. `PagePool.turned` says of which pages that has been.
 
+Turned pages are found by nobody: they have an error that computing has not, and whoever shared them could be stored
+nowhere else. So equal new work, and the source once it is evicted, are computed again.
+
 Content is equal up to a common shift of positions, so in a store that reuses across positions a new node has its
-source's content, and its pages are found by `match`. In one that does not, where equal content means equal bits, what
-was turned is content of its own, which no new node has; nor does computing it again give its bits, so its pages are
-never dropped.
+source's content, and what reads it is equal to what reads the source. In one that does not, where equal content means
+equal bits, what was turned is content of its own; nor does computing it again give its bits, so its pages are never
+dropped.
 """
 
 from __future__ import annotations
@@ -214,7 +217,8 @@ class Repositioner:
             pool.base[page] = node.own_start + index * size
             pool.turned[page] = turned
             content = books.contents.extend(content, tokens[index * size : (index + 1) * size])
-            pool.remember(page, content)
+            if not turned:
+                pool.remember(page, content)
         books.add_node(node)
         writer = books.writers[node] = Writer(books, node, ())
         node.tokens = tokens

@@ -33,7 +33,7 @@ class PageCopy:
         base: stored position of row 0.
         content: what the device page was registered under, or None.
         ticket: the one that the copy is under.
-        failures: loads that failed.
+        failures: loads that failed or were lost.
         slots: (node, page index) of every node page that this is.
         turned: as in PagePool.
     """
@@ -169,6 +169,17 @@ def clean_copy(node: NodeRecord, index: int) -> PageCopy | None:
     """The copy from which a node's page could be loaded if it left the device now."""
     copy = copy_of(node, index)
     return copy if copy is not None and copy.is_clean else None
+
+
+def failed_loads(node: NodeRecord) -> int:
+    """Loads that failed or were lost, of that page of a node of which most did."""
+    return max((copy.failures for copy in node.copies if copy is not None), default=0)
+
+
+def is_lost(node: NodeRecord) -> bool:
+    """Whether a page of a node is under a load that is lost, and may never end."""
+    tickets = (copy.ticket for copy in node.copies if copy is not None and copy.tier is Tier.LOADING)
+    return any(ticket is not None and ticket.lost for ticket in tickets)
 
 
 def page_tier(node: NodeRecord, index: int) -> Tier:

@@ -26,12 +26,11 @@ from dagengine_kvstore.references import Read
 
 def digest(fields: Iterable[tuple[str, bytes]]) -> bytes:
     """blake2b over tagged, length-prefixed fields: no two lists of fields have the same encoding."""
-    state = blake2b(digest_size=32)
+    parts: list[bytes] = []
     for tag, value in fields:
         name = tag.encode()
-        state.update(len(name).to_bytes(8, "little") + name + len(value).to_bytes(8, "little"))
-        state.update(value)
-    return state.digest()
+        parts += (len(name).to_bytes(8, "little"), name, len(value).to_bytes(8, "little"), value)
+    return blake2b(b"".join(parts), digest_size=32).digest()
 
 
 def pack(values: Sequence[int]) -> bytes:

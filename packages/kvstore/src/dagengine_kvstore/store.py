@@ -30,7 +30,7 @@ from dagengine_kvstore.pins import PinBudget, pinned_nodes
 from dagengine_kvstore.pressure import NextUseOf, Pressure
 from dagengine_kvstore.references import Parent, Read, check_held, check_readable, check_references
 from dagengine_kvstore.repositioning import Reposition, Repositioned, Repositioner
-from dagengine_kvstore.residency import clean_copy, not_resident, page_tier
+from dagengine_kvstore.residency import clean_copy, failed_loads, is_lost, not_resident, page_tier
 from dagengine_kvstore.states import Handle, HandleTable
 from dagengine_kvstore.stats import StateInfo, StoreStats, state_info, store_stats
 from dagengine_kvstore.tiers import Tier, Transfer, transfer_of
@@ -59,7 +59,8 @@ class KVStore:
         next_use: when somebody who waits or runs will read a node, smaller is sooner; None: nobody. Policies see it.
         write_back: `pump` keeps so many pages unused or fit to be dropped at once, storing others ahead for it.
         transfer_timeout_s: after which nobody waits for a transfer any more.
-        max_failures: failed loads after which a page is given up, failed stores after which a node is not tried again.
+        max_failures: failed loads after which a page that can be computed again is given up, failed stores after which
+            a node is not tried again.
         patience: pumps for which what `load` brought is kept for who asked for it.
         pin_budget, pin_budget_per_salt: pages that pinned handles may keep, in all and per tenant; None: any number.
 
@@ -107,6 +108,7 @@ class KVStore:
             raise KVStoreError("invalid_ttl", message, field="transfer_timeout_s")
         self.page_size = page_size
         self.transfer_timeout_s = transfer_timeout_s
+        self.max_failures = max_failures
         self._clock = clock
         self._reuse_across_positions = reuse_across_positions
         handles = HandleTable(clock, tombstone_s, new_id)
@@ -278,9 +280,9 @@ class KVStore:
             field = f"reads[{index}]"
             check_readable(read.node, read.start, read.stop, None, field)
             span = self._books.holds.page_range(read.start, read.stop)
-            run = tuple(page for page in read.node.pages[span.start : span.stop] if page is not None)
-            runs.append(run)
-            if len(run) < len(span):
+            pages = read.node.pages[span.start : span.stop]
+            runs.append(tuple(pages))  # type: ignore[arg-type]  # none is missing, or nothing is leased
+            if len(pages) < len(span) or None in pages:
                 check_held(read.node, read.start, read.stop, passed=False, field=field)
                 tiers = {page_tier(read.node, i) for i in span if read.node.pages[i] is None}
                 missing.setdefault(read.node, set()).update(tiers)
@@ -291,8 +293,7 @@ class KVStore:
             read.node.leases += 1
             read.node.last_used = use
             self._claims.end(read.node, self._books.holds.page_range(read.start, read.stop))
-            for page in run:
-                self._books.pool.share(page)
+            self._books.pool.share(*run)
         lease = Lease(self._books.pool, self.page_size, reads, tuple(runs), self._books.end_lease)
         self._books.leases[lease] = None
         return lease
@@ -393,6 +394,16 @@ class KVStore:
     def wants_reload(self, node: NodeRecord) -> bool:
         """Whether what the host has of a node is to be loaded rather than computed again; False if it has nothing."""
         return self._pressure.wants_reload(node)
+
+    def failed_loads(self, node: NodeRecord) -> int:
+        """How many loads of a node's pages have failed or were lost, of the page that had most. What can be computed
+        again is given up after `max_failures`; of what cannot, whoever waits gives up by this number.
+        """
+        return failed_loads(node)
+
+    def is_lost(self, node: NodeRecord) -> bool:
+        """Whether a load of one of a node's pages is lost: it may never be over."""
+        return is_lost(node)
 
     def poll(self) -> tuple[Event, ...]:
         """Take in the transfers that ended, and give up on those past their deadline. Returns what happened."""

@@ -240,6 +240,7 @@ class Transfers:
         kept = 0
         for copy in ticket.copies:
             self._books.copies.forget(copy)
+            copy.failures += 1
             if self._give_up_copy(copy):
                 kept += 1
             else:

@@ -40,6 +40,7 @@ def dag_object(dag: DagInfo) -> dict[str, Any]:
         "position": {"policy": dag.policy, "own_start": dag.own_start},
         "record": dict(dag.record),
         "timing_ms": {
+            "waited": round(dag.timing.waited, 3),
             "compile": round(dag.timing.compile, 3),
             "layout": round(dag.timing.layout, 3),
             "kv_prepare": round(dag.timing.kv_prepare, 3),

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from dagengine import DagError
 from dagengine.async_engine import EngineThread
-from dagengine_core_graph.query import Retriever
+from dagengine_core_graph.query import FindFragments
 
 from .auth import Authentication
 from .errors import HTTP_CODES, error_response
@@ -25,7 +25,7 @@ from .settings import ServerSettings
 
 
 def create_app(
-    engine: EngineThread, settings: ServerSettings | None = None, *, retriever: Retriever | None = None
+    engine: EngineThread, settings: ServerSettings | None = None, *, retriever: FindFragments | None = None
 ) -> FastAPI:
     """The application. It does not close the engine.
 

@@ -46,6 +46,7 @@ STATUS: Mapping[str, int] = {
     "internal": 500,
     "plugin_broken": 500,
     "draining": 503,
+    "state_unavailable": 503,
     "engine_dead": 503,
     "timeout": 504,
 }

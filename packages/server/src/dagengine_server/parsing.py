@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from reprlib import repr as shortened
 from typing import Any, TypeVar
@@ -45,10 +46,10 @@ async def read_query_json(request: Request) -> Any:
 
 
 def parse_json(data: bytes) -> Any:
-    """Strict JSON in UTF-8: no NaN, no number beyond a double, no half surrogate pairs."""
+    """Strict JSON in UTF-8: no NaN, no number beyond a double, no half surrogate pairs, no field twice."""
     try:
         text = data.decode()
-        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_once)
     except RecursionError:
         raise DagError("invalid_request", "the body's JSON is nested too deeply") from None
     except ValueError as error:
@@ -107,6 +108,15 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is beyond a double")
     return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name in counts if counts[name] > 1).encode(errors="replace").decode()
+        raise DagError("invalid_request", f"an object has the field {_shown(twice)} twice", twice)
+    return found
 
 
 def _require_unicode(value: Any) -> None:

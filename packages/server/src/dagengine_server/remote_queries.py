@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from dagengine import DagError
 from dagengine.errors import as_dag_error
+from dagengine.query_results import AnsweredQuery
 from dagengine_core_graph.query import FORMAT, Query, dump_query, load_query, user
 
 from .remote import Result, Usage, without_none
 
 
 @dataclass(frozen=True)
-class QueryResult:
+class QueryResult(AnsweredQuery):
     """A finished query.
 
     Attributes:
@@ -28,27 +28,6 @@ class QueryResult:
     answers: tuple[Result, ...]
     usage: Usage
     record: Mapping[str, Any]
-
-    @property
-    def text(self) -> str:
-        """The text of the only answer. Raises DagError `invalid_request` where there are none or several."""
-        if len(self.answers) != 1:
-            message = f"the query has {len(self.answers)} answers; look at `answers`"
-            raise DagError("invalid_request", message, "text")
-        return self.answers[0].text
-
-    def close(self) -> None:
-        """Release the states of the answers."""
-        for answer in self.answers:
-            answer.close()
-
-    def __enter__(self) -> QueryResult:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def query_document(query: object) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dagengine.inputs import InputEncoder
 from dagengine.prompt_cache import PromptCache
 from dagengine.request import ContextRef, Request, SpanName
 from dagengine.tokenizer import Tokenizer
-from dagengine_core_graph.query import Retriever
+from dagengine_core_graph.query import FindFragments
 
 from .metrics import Metrics
 from .protocol import DagOptions
@@ -82,7 +82,7 @@ class Service:
     """
 
     def __init__(
-        self, engine: EngineThread, settings: ServerSettings, retriever: Retriever | None = None
+        self, engine: EngineThread, settings: ServerSettings, retriever: FindFragments | None = None
     ) -> None:
         self.engine, self.settings, self.retriever = engine, settings, retriever
         self.fragments = FragmentStates(settings.max_fragments, settings.fragment_ttl_s)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -58,13 +61,32 @@ def serve(
         **options,
     )
     server = DrainingServer(config, app.state.service, shutdown_timeout_s)
-    try:
-        server.run()
-    except SystemExit:
-        return 1
-    finally:
-        _close(app.state.service)
+    with _signals_outlasted():
+        try:
+            server.run()
+        except SystemExit:
+            return 1
+        finally:
+            _close(app.state.service)
     return 0 if server.started else 1
+
+
+@contextmanager
+def _signals_outlasted() -> Iterator[None]:
+    """Signals that come while the engine closes, when uvicorn has put back what it found, do not end the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    found = {number: signal.signal(number, _already) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in found.items():
+            signal.signal(number, handler)
+
+
+def _already(number: int, frame: FrameType | None) -> None:
+    log.info("shutting down already")
 
 
 def _close(service: Service) -> None:

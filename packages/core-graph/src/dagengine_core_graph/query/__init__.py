@@ -27,11 +27,14 @@ from .build import (
 from .definition import Evaluation, evaluate
 from .explain import Explanation, explain
 from .expressions import (
+    NOTHING,
     Chat,
     Cross,
+    FindFragments,
     Fragment,
     Generate,
     GenerateParams,
+    Join,
     Map,
     Message,
     Monad,
@@ -41,20 +44,24 @@ from .expressions import (
     Query,
     Repeat,
     Retrieve,
-    Retriever,
     Seq,
     Zip,
+    join_path,
 )
 from .lower import lower
-from .lowered import Commuting, LoweredQuery, QueryNode
+from .lowered import MAX_TOKENS, Commuting, LoweredQuery, QueryNode
 from .plan import Plan, Step, plan
 from .pretty import pretty
 from .reduce import Reduction
 from .rules import shuffled
-from .wire import FORMAT, dump_query, dump_spnl, load_query, load_spnl
+from .wire import FORMAT, OUR_TAGS, SPNL_TAGS, dump_query, dump_spnl, load_query, load_spnl
 
 __all__ = [
     "FORMAT",
+    "MAX_TOKENS",
+    "NOTHING",
+    "OUR_TAGS",
+    "SPNL_TAGS",
     "Chat",
     "Commuting",
     "Cross",
@@ -63,6 +70,7 @@ __all__ = [
     "Fragment",
     "Generate",
     "GenerateParams",
+    "Join",
     "LoweredQuery",
     "Map",
     "Message",
@@ -76,7 +84,7 @@ __all__ = [
     "Reduction",
     "Repeat",
     "Retrieve",
-    "Retriever",
+    "FindFragments",
     "Seq",
     "Step",
     "Zip",
@@ -89,6 +97,7 @@ __all__ = [
     "explain",
     "fragment",
     "g",
+    "join_path",
     "load_query",
     "load_spnl",
     "lower",

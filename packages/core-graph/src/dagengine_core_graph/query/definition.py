@@ -40,6 +40,7 @@ from .expressions import (
     NOTHING,
     Chat,
     Cross,
+    FindFragments,
     Fragment,
     Generate,
     GenerateParams,
@@ -53,7 +54,6 @@ from .expressions import (
     Query,
     Repeat,
     Retrieve,
-    Retriever,
     Role,
     Seq,
     Zip,
@@ -100,7 +100,7 @@ class Evaluation:
     calls: tuple[Call, ...]
 
 
-def evaluate(query: Query, model: Model, retriever: Retriever | None = None) -> Evaluation:
+def evaluate(query: Query, model: Model, retriever: FindFragments | None = None) -> Evaluation:
     """Execute a query as the table says.
 
     Raises:
@@ -143,7 +143,7 @@ def bag(views: Sequence[View]) -> View:
 @dataclass
 class _Run:
     model: Model
-    retriever: Retriever | None
+    retriever: FindFragments | None
     calls: list[Call] = field(default_factory=list)
     seen: Counter[tuple[str, str]] = field(default_factory=Counter)
 

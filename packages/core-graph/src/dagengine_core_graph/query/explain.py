@@ -9,7 +9,7 @@ from ..compile import visible
 from ..context import Artifact, Reference
 from ..fields import Json
 from ..render import mermaid
-from .expressions import Query, Retriever
+from .expressions import FindFragments, Query
 from .lower import lower
 from .lowered import LoweredQuery, Order, QueryNode
 from .plan import MAX_NODES, Plan, plan
@@ -128,7 +128,7 @@ class Explanation:
 def explain(
     query: Query,
     *,
-    retriever: Retriever | None = None,
+    retriever: FindFragments | None = None,
     reduce: int | None = None,
     max_nodes: int = MAX_NODES,
 ) -> Explanation:

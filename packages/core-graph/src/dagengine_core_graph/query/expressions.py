@@ -277,7 +277,7 @@ class Retrieve(Query):
         return "\n".join(leaf.text for leaf in leaves(self.question))
 
 
-Retriever: TypeAlias = Callable[[Retrieve], Sequence[Fragment | str]]
+FindFragments: TypeAlias = Callable[[Retrieve], Sequence[Fragment | str]]
 """The fragments that a retrieval finds, best first; a text is a fragment without a source."""
 
 

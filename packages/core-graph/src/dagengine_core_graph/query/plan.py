@@ -17,10 +17,10 @@ from .expressions import (
     MONAD,
     PRINT,
     RETRIEVE,
+    FindFragments,
     Print,
     Query,
     Retrieve,
-    Retriever,
     join_path,
     walk,
 )
@@ -69,7 +69,7 @@ class Plan:
 def plan(
     query: Query,
     *,
-    retriever: Retriever | None = None,
+    retriever: FindFragments | None = None,
     reduce: int | None = None,
     max_nodes: int = MAX_NODES,
 ) -> Plan:

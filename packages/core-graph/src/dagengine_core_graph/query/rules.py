@@ -33,6 +33,7 @@ from .expressions import (
     ZIP,
     Chat,
     Cross,
+    FindFragments,
     Fragment,
     Generate,
     GenerateParams,
@@ -45,7 +46,6 @@ from .expressions import (
     Query,
     Repeat,
     Retrieve,
-    Retriever,
     Seq,
     Zip,
 )
@@ -55,7 +55,7 @@ from .expressions import (
 class Surroundings:
     """What a rule may ask for: who retrieves, and the parameters of the call that reads the subtree, if any does."""
 
-    retriever: Retriever | None = None
+    retriever: FindFragments | None = None
     reader: GenerateParams | None = None
 
 

@@ -201,11 +201,12 @@ def _explain_query(
     as_json: bool,
 ) -> None:
     """The tree after each rule, the graph, the layout and what is reused; with a model, lengths in tokens as well."""
+    from dagengine.retrievers import guarded
     from dagengine_core_graph.query import explain as explain_query
     from dagengine_core_graph.query import load_query
 
     query = load_query(document)
-    found = explain_query(query, retriever=corpora, reduce=reduce)
+    found = explain_query(query, retriever=guarded(corpora), reduce=reduce)
     tokens = None if model is None else query_tokens(found.plan.query, model, policy, engine)
     if as_json:
         print_json({**found.data(), **({} if tokens is None else {"tokens": tokens})})

@@ -38,5 +38,5 @@ def log_config(level: str, form: str) -> dict[str, Any]:
         "handlers": {
             "stderr": {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"}
         },
-        "loggers": {"dagengine": logger, "uvicorn": logger},
+        "loggers": dict.fromkeys(("dagengine", "dagengine_kvstore", "uvicorn"), logger),
     }

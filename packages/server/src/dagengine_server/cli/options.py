@@ -88,6 +88,8 @@ def use_config(context: typer.Context, value: Path | None) -> Path | None:
             raise typer.BadParameter(f"{value} sets {key!r}, which is no option here{_close(key, flags)}")
         if isinstance(setting, Mapping):
             raise typer.BadParameter(f"{value}: {key!r} must be a value, not a table")
+        if name in defaults:
+            raise typer.BadParameter(f"{value} sets {key!r} twice, with - and with _; leave one out")
         defaults[name] = setting
     context.default_map = defaults
     return value

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dagengine_core_graph.query import FORMAT, Query, load_query
-from dagengine_core_graph.query.wire import OUR_TAGS, SPNL_TAGS
+from dagengine_core_graph.query import FORMAT, OUR_TAGS, SPNL_TAGS, Query, load_query
 
 from .console import CommandError, read_json
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 CPUS = Path("/sys/devices/system/cpu")
 CGROUP = Path("/sys/fs/cgroup")
+ASKED = "as asked"
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,11 @@ class ThreadChoice:
 
     count: int
     reason: str
+
+    @property
+    def asked(self) -> bool:
+        """Whether the user named the number."""
+        return self.reason == ASKED
 
     def __str__(self) -> str:
         return f"{self.count} CPU thread{'s' if self.count != 1 else ''}: {self.reason}"
@@ -27,7 +33,7 @@ def choose_threads(asked: int | None) -> ThreadChoice:
     Two threads on one core share its vector units, so hyper-threads are not counted.
     """
     if asked is not None:
-        return ThreadChoice(asked, "as asked")
+        return ThreadChoice(asked, ASKED)
     from_environment = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if from_environment.isdigit() and int(from_environment) > 0:
         return ThreadChoice(int(from_environment), "OMP_NUM_THREADS")

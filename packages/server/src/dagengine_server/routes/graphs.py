@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from dagengine import DagError, SamplingParams
@@ -18,7 +18,7 @@ from dagengine.errors import as_dag_error
 from dagengine.explain import Explanation, explain
 from dagengine.request import Choice, FinishedEvent, TokenEvent, check_parent
 from dagengine.request import Request as EngineRequest
-from dagengine_core_graph.schema import GraphDocument, load_graph
+from dagengine_core_graph import GraphDocument, load_graph
 
 from ..answers import chat_logprobs, dag_object, usage
 from ..errors import envelope, renamed
@@ -26,10 +26,10 @@ from ..parsing import read_json
 from ..service import Service
 from ..sse import DONE, PING, EventStream, data_event, error_event
 from ..submission import Submission
-from .common import id_of, json_response, off_loop, run_all, service_of, tenant_of
+from .common import check_parameters, id_of, json_response, off_loop, run_all, service_of, tenant_of
 from .states import checked_input
 
-router = APIRouter(prefix="/v1/graphs", tags=["graphs"])
+router = APIRouter(prefix="/v1/graphs", tags=["graphs"], dependencies=[Depends(check_parameters)])
 NODE_FIELDS = {
     "position_options": "position",
     **{field.name: f"generate.{field.name}" for field in fields(SamplingParams)},

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from dagengine import DagError, Keep
@@ -36,9 +36,9 @@ from ..parsing import read_query_json
 from ..service import Service
 from ..sse import DONE, PING, EventStream, data_event, error_event, unless_disconnected
 from ..submission import Submission
-from .common import id_of, json_response, off_loop, service_of, tenant_of
+from .common import check_parameters, id_of, json_response, off_loop, service_of, tenant_of
 
-router = APIRouter(prefix="/v1/query", tags=["queries"])
+router = APIRouter(prefix="/v1/query", tags=["queries"], dependencies=[Depends(check_parameters)])
 SPNL_PREFIX = "spnl/"
 CACHE_SALT = Query(
     None, min_length=1, max_length=256, description="States and reuse are shared only within one salt."
@@ -233,8 +233,15 @@ def _answer(job: Job, outcome: Outcome) -> dict[str, Any]:
         "choices": [_choice(job, index, choice) for index, choice in enumerate(outcome.answers)],
         "usage": _usage(outcome),
         "result": dump_query(outcome.result)["query"],
-        "dag": {"record": dict(outcome.record)},
+        "dag": _about(job, outcome),
     }
+
+
+def _about(job: Job, outcome: Outcome) -> dict[str, Any]:
+    """The `dag` of the whole query."""
+    timing = job.query.queries[0].timing
+    spent = {"plan": round(timing.plan, 3), "tokenize": round(timing.tokenize, 3)}
+    return {"record": dict(outcome.record), "timing_ms": spent}
 
 
 def _choice(job: Job, index: int, choice: Choice) -> dict[str, Any]:
@@ -305,7 +312,7 @@ async def _events(service: Service, job: Job, submission: Submission) -> AsyncGe
         }
         for index, choice in enumerate(outcome.answers)
     ] or [{"choices": []}]
-    chunks[-1] |= {"usage": _usage(outcome), "dag": {"record": dict(outcome.record)}}
+    chunks[-1] |= {"usage": _usage(outcome), "dag": _about(job, outcome)}
     last = b"".join(data_event({**job.head, "object": "text_completion", **chunk}) for chunk in chunks)
     yield last + DONE
     submission.delivered()

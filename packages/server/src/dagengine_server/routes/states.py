@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from dagengine import DagError, Keep
@@ -18,9 +18,19 @@ from ..errors import renamed
 from ..parsing import check_messages, parse_body, plain_messages, read_json
 from ..protocol import ForkBody, MoveBody, RetainBody, StateBody
 from ..service import Service
-from .common import DAG_FIELDS, engine_request, id_of, json_response, off_loop, run_all, service_of, tenant_of
+from .common import (
+    DAG_FIELDS,
+    check_parameters,
+    engine_request,
+    id_of,
+    json_response,
+    off_loop,
+    run_all,
+    service_of,
+    tenant_of,
+)
 
-router = APIRouter(prefix="/v1/states", tags=["states"])
+router = APIRouter(prefix="/v1/states", tags=["states"], dependencies=[Depends(check_parameters)])
 NAMES = {**DAG_FIELDS, "input": "input"}
 MOST_LISTED = 1000
 CACHE_SALT = Query(None, min_length=1, max_length=256, description="The salt that the state was made with.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .. import options
 from ..console import new_app
-from . import branches, dag, make_model, nested, offline, rag, serve
+from . import branches, bulk, dag, make_model, needle, nested, offline, quality, rag, reposition, serve
 
 app = new_app("Measure a model or a server, each figure beside its baseline.")
 
@@ -19,6 +19,10 @@ for module, name in (
     (rag, "rag"),
     (nested, "nested"),
     (branches, "branches"),
+    (bulk, "bulk"),
+    (needle, "needle"),
+    (quality, "quality"),
+    (reposition, "reposition"),
     (offline, "offline"),
     (serve, "serve"),
     (make_model, "make-model"),

@@ -59,7 +59,7 @@ class Outcome:
 def served_model(url: str, api_key: str | None) -> str:
     """The first model that the server lists. Raises CommandError."""
     try:
-        answer = httpx.get(f"{base_url(url)}/v1/models", headers=_headers(api_key), timeout=30.0)
+        answer = httpx.get(f"{base_url(url)}/v1/models", headers=headers(api_key), timeout=30.0)
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -104,7 +104,7 @@ async def _run(load: Load) -> tuple[list[Outcome], float]:
     due = arrivals(len(load.sizes), load.rate, load.seed)
     bodies = [_body(load, prompt, size) for prompt, size in zip(prompts(load), load.sizes, strict=True)]
     async with httpx.AsyncClient(
-        base_url=base_url(load.url), headers=_headers(load.api_key), limits=limits, timeout=load.timeout_s
+        base_url=base_url(load.url), headers=headers(load.api_key), limits=limits, timeout=load.timeout_s
     ) as client:
         begin = time.perf_counter()
 
@@ -136,8 +136,8 @@ def _body(load: Load, prompt: list[int] | str, size: Lengths) -> bytes:
 async def _stream(client: httpx.AsyncClient, body: bytes, outcome: Outcome) -> None:
     stream = outcome.stream
     try:
-        headers = {"Content-Type": "application/json"}
-        async with client.stream("POST", "/v1/completions", content=body, headers=headers) as response:
+        kind = {"Content-Type": "application/json"}
+        async with client.stream("POST", "/v1/completions", content=body, headers=kind) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 outcome.error = f"status {response.status_code}: {text[:200]}"
@@ -167,5 +167,6 @@ def _take(chunk: dict[str, Any], outcome: Outcome) -> None:
         outcome.stream.tell(time.perf_counter(), 1)
 
 
-def _headers(api_key: str | None) -> dict[str, str]:
+def headers(api_key: str | None) -> dict[str, str]:
+    """Those that a key takes."""
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from dagengine.async_engine import EngineThread
 from dagengine.request import Event, FinishedEvent, Request, TokenEvent
 
 from .costs import Costs
@@ -46,7 +47,7 @@ class OwnEngine:
     def run(self, jobs: Sequence[Job], streams: int, *, keep: bool = False) -> None:
         """Run all jobs. Raises DagError where one fails."""
         requests = [self._probe.request(ids, tokens=tokens) for ids, tokens in jobs]
-        loop = _ClosedLoop(self._probe, requests, streams)
+        loop = ClosedLoop(self._probe.llm.engine, requests, streams)
         if not keep:
             loop.run()
             return
@@ -55,11 +56,21 @@ class OwnEngine:
             self.host_shares.append(share)
 
 
-class _ClosedLoop:
-    """Requests of which `streams` are in the engine at any time while there are so many left."""
+class ClosedLoop:
+    """Requests of which `streams` are in the engine at any time while there are so many left.
 
-    def __init__(self, probe: Probe, requests: Sequence[Request], streams: int) -> None:
-        self._engine = probe.llm.engine
+    Args:
+        on_finish: called on the engine's thread with every terminal event.
+    """
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        requests: Sequence[Request],
+        streams: int,
+        on_finish: Callable[[FinishedEvent], None] | None = None,
+    ) -> None:
+        self._engine, self._on_finish = engine, on_finish
         self._first, self._waiting = list(requests[:streams]), deque(requests[streams:])
         self._streams = {request.id: Stream() for request in requests}
         self._left = len(requests)
@@ -94,6 +105,8 @@ class _ClosedLoop:
             return
         assert isinstance(event, FinishedEvent)
         stream.end = now
+        if self._on_finish is not None:
+            self._on_finish(event)
         self._fail(event.error)
         self._left -= 1
         if self._waiting:

@@ -10,6 +10,8 @@ Both judge the same candidates, of a full length each, in the same order. Nothin
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +22,17 @@ from .arguments import Common, counts
 from .publish import publish
 from .record import Figure, circumstances, command_line
 from .report import Bar, times_sooner
+from .settings import WARM_UPS
+from .target import (
+    ANSWER_TOKENS,
+    MARKS,
+    Answer,
+    ApiKey,
+    EndpointOption,
+    is_url,
+    open_target,
+    refuse_without_endpoint,
+)
 
 if TYPE_CHECKING:
     from dagengine import State
@@ -29,6 +42,9 @@ if TYPE_CHECKING:
 FAN_OUTS = (1, 2, 4, 8, 16, 24)
 LENGTHS = (256,)
 TASK = 8
+TEMPERATURE = 0.5
+SWEPT_FAN_OUTS = (1, 24)
+SWEPT_TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 AS_STATES, REUSE = "judge's first token, as states", "prefix reuse"
 WIDE, NARROW = "llama-3.1-8b, 24 candidates x 256", "llama-3.1-8b, 1 candidates x 256"
 BARS = (
@@ -63,15 +79,31 @@ def nested(
     length: Annotated[
         list[int] | None, typer.Option(help="tokens of a candidate, repeatable  [default: 256]")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="of the candidates")] = 0.5,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0.0, help="of the candidates, repeatable  [default: 0.5]")
+    ] = None,
     prompt: Annotated[int, typer.Option(min=1, help="tokens that all share")] = 512,
     question: Annotated[int, typer.Option(min=1, help="own tokens of the judge")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="of new candidates, each judged both ways")] = 10,
+    endpoint: EndpointOption = None,
+    api_key: ApiKey = None,
+    answer: Answer = None,
 ) -> None:
-    """A judge's first token over generated candidates: read as states, against a prompt with prefix reuse alone."""
+    """A judge's first token over generated candidates: read as states, against a prompt with prefix reuse alone.
+
+    With --endpoint candidates and judge are one span query through a server, beside separate calls and a prompt. Unless
+    a fan-out or a temperature is given, temperatures from 0 to 1.5 at 1 and 24 candidates, and all fan-outs at 0.5.
+    """
+    lengths = counts(length, LENGTHS, "length")
+    fans = counts(fan_out, FAN_OUTS, "fan_out")
+    if endpoint is not None:
+        chosen = points(fans if fan_out else None, temperature)
+        sizes = _Sizes(prompt, question, answer or ANSWER_TOKENS)
+        _through_endpoint(common, endpoint, api_key, chosen, lengths, sizes, repeats)
+        return
+    refuse_without_endpoint(api_key=api_key, answer=answer)
     from .probe import Probe
 
-    fans, lengths = counts(fan_out, FAN_OUTS, "fan_out"), counts(length, LENGTHS, "length")
     say(str(common.threads))
     where = circumstances(command_line("nested"), common.threads.count)
     page = common.page_size
@@ -82,17 +114,68 @@ def nested(
         say(f"loading {common.label}")
         engine = common.engine(tokens=room, sequences=max(fans) + 1)
         with Probe(model, seed=common.seed, options=engine) as probe:
-            for fan, size in itertools.product(fans, lengths):
+            for fan, size, heat in itertools.product(fans, lengths, temperature or (TEMPERATURE,)):
                 say(f"measuring {fan} candidates of {size}")
-                sizes = f"{fan} candidates x {size}, prompt {prompt}, question {question}"
-                case = f"{common.label}, {sizes}, temperature {temperature:g}"
-                runs = _Judging(probe, fan, size, prompt, question, temperature)
+                says = f"{fan} candidates x {size}, prompt {prompt}, question {question}"
+                case = f"{common.label}, {says}, temperature {heat:g}"
+                runs = _Judging(probe, fan, size, prompt, question, heat)
                 figures += runs.measure(case, repeats)
             device = probe.device
     publish("nested", figures, where.on(*device), common.destination, BARS)
 
 
 command = arguments.command(nested)
+
+
+def points(fan_outs: list[int] | None, temperatures: list[float] | None) -> list[tuple[int, float]]:
+    """Fan-outs with temperatures: all pairs of what is given. Without either, temperatures at 1 and 24, and fan-outs
+    at 0.5, each pair once."""
+    if fan_outs is None and temperatures is None:
+        swept = [(fan, heat) for fan in SWEPT_FAN_OUTS for heat in SWEPT_TEMPERATURES]
+        return list(dict.fromkeys([*swept, *((fan, TEMPERATURE) for fan in FAN_OUTS)]))
+    return [(fan, heat) for fan in fan_outs or FAN_OUTS for heat in temperatures or (TEMPERATURE,)]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Tokens of what all share, of the judge's question and of its answer."""
+
+    prompt: int
+    question: int
+    answer: int
+
+
+def _through_endpoint(
+    common: Common,
+    target: str,
+    api_key: str | None,
+    chosen: Sequence[tuple[int, float]],
+    lengths: Sequence[int],
+    sizes: _Sizes,
+    repeats: int,
+) -> None:
+    """Span queries, and calls with plain prompts, through a server."""
+    from .nested_queries import BARS as QUERY_BARS
+    from .nested_queries import NestedQueries
+    from .texts import Texts
+
+    most = max(fan for fan, _ in chosen)
+    candidate = -(-(max(lengths) + TASK + 2 * MARKS) // common.page_size) * common.page_size
+    room = 3 * (2 * sizes.prompt + sizes.question + sizes.answer + 4 * MARKS + most * candidate)
+    where = circumstances(command_line("nested"), None if is_url(target) else common.threads.count)
+    figures: list[Figure] = []
+    with open_target(common, target, api_key, tokens=room, sequences=most + 4) as server:
+        texts = Texts(server.endpoint.count, common.seed)
+        for (fan, heat), length in itertools.product(chosen, lengths):
+            say(f"measuring {fan} candidates of {length} at temperature {heat:g}")
+            says = f"{fan} candidates x {length}, prompt {sizes.prompt}, question {sizes.question}"
+            case = f"{server.label}, {says}, temperature {heat:g}, through the endpoint"
+            runs = NestedQueries(
+                server.endpoint, texts, common.seed, fan=fan, length=length, temperature=heat, **asdict(sizes)
+            )
+            figures += runs.measure(case, repeats)
+        device = server.device
+    publish("nested", figures, where.on(*device), common.destination, QUERY_BARS)
 
 
 class _Judging:
@@ -107,13 +190,13 @@ class _Judging:
         self._seeds = itertools.count(1)
 
     def measure(self, case: str, repeats: int) -> list[Figure]:
-        """Each way goes first in every other repeat; the first repeat is a warm-up."""
+        """Each way goes first in every other repeat; the first two repeats are warm-ups."""
         probe, backend = self._probe, self._probe.core.default_backend
         (shared,) = probe.prefill([self._prompt])
         inner: list[float] = []
         states: list[Trace] = []
         plain: list[Trace] = []
-        for repeat in range(-1, repeats):
+        for repeat in range(-WARM_UPS, repeats):
             candidates, seconds = self._candidates(shared)
             question = probe.ids(self._question)
             as_states, as_text = self._both_ways(shared, candidates, question, repeat % 2 == 1)

@@ -1,8 +1,8 @@
 """An engine that is watched: when the host knew each token, from which logits, with how many pages in use.
 
-It speaks token ids alone: no tokenizer is loaded, so that no text is made of random ids, and every token has an event
-of its own. Times are those of events; logits are looked at only by an engine that was made for it, since whoever looks
-at them may hold the engine back.
+It speaks token ids alone: no tokenizer is loaded unless asked for, so that no text is made of random ids, and every
+token has an event of its own. Times are those of events; logits are looked at only by an engine that was made for it,
+since whoever looks at them may hold the engine back.
 """
 
 from __future__ import annotations
@@ -48,12 +48,21 @@ class Probe:
     Args:
         options: fields of `EngineConfig`.
         observe: keep the logits of every sampled token.
+        text: load the tokenizer too, for what `llm` is given as text.
     """
 
-    def __init__(self, model: str, *, seed: int, options: Mapping[str, Any], observe: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        seed: int,
+        options: Mapping[str, Any],
+        observe: bool = False,
+        text: bool = False,
+    ) -> None:
         self._watched: dict[str, Trace] = {}
         self.core: EngineCore = build_core(
-            model, EngineConfig(**options), observer=self._observe if observe else None, text=False
+            model, EngineConfig(**options), observer=self._observe if observe else None, text=text
         )
         self.llm = LLM(core=self.core)
         # As `dagengine serve` does it: full collections would walk all that was loaded.

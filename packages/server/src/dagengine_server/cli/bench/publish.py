@@ -27,9 +27,17 @@ class Destination:
 
 
 def publish(
-    bench: str, figures: Sequence[Figure], where: Circumstances, to: Destination, bars: Sequence[Bar] = ()
+    bench: str,
+    figures: Sequence[Figure],
+    where: Circumstances,
+    to: Destination,
+    bars: Sequence[Bar] = (),
+    summary: str = "",
 ) -> None:
     """Write and print the figures of one run.
+
+    Args:
+        summary: Markdown that the page has above its figures.
 
     Raises:
         typer.Exit: `--check` was asked for and a bar was missed.
@@ -49,7 +57,7 @@ def publish(
     if to.output is not None:
         _write(to.output, dump_lines(named, where))
     if to.page is not None:
-        _write(to.page, markdown(named, where, f"`dagengine bench {bench}`", bars))
+        _write(to.page, markdown(named, where, f"`dagengine bench {bench}`", bars, summary))
     if to.check and not judged:
         raise CommandError(f"no bar of `bench {bench}` is about what was measured", "check")
     if to.check and any(verdict.word == "FAIL" for verdict in judged):

@@ -20,6 +20,17 @@ from .arguments import Common, counts
 from .publish import publish
 from .record import Figure, circumstances, command_line
 from .report import Bar, ratio_of, times_sooner, value_of
+from .settings import WARM_UPS
+from .target import (
+    ANSWER_TOKENS,
+    MARKS,
+    Answer,
+    ApiKey,
+    EndpointOption,
+    is_url,
+    open_target,
+    refuse_without_endpoint,
+)
 
 if TYPE_CHECKING:
     from dagengine import State
@@ -50,12 +61,24 @@ def rag(
     question: Annotated[int, typer.Option(min=1, help="own tokens of a request")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="of cached and contiguous")] = 10,
     slow_repeats: Annotated[int, typer.Option(min=1, help="of cold and full")] = 3,
+    endpoint: EndpointOption = None,
+    api_key: ApiKey = None,
+    answer: Answer = None,
 ) -> None:
-    """First token over 1 to 32 documents: cached in a new order each time, contiguous, cold, and in full."""
+    """First token over 1 to 32 documents: cached in a new order each time, contiguous, cold, and in full.
+
+    With --endpoint the questions are span queries through a server, beside the same text as plain prompts.
+    """
+    sizes = counts(documents, DOCUMENTS, "documents")
+    if endpoint is not None:
+        _through_endpoint(
+            common, endpoint, api_key, answer or ANSWER_TOKENS, sizes, tokens, question, repeats, slow_repeats
+        )
+        return
+    refuse_without_endpoint(api_key=api_key, answer=answer)
     from .bandwidth import Bandwidth
     from .probe import Probe
 
-    sizes = counts(documents, DOCUMENTS, "documents")
     say(str(common.threads))
     where = circumstances(command_line("rag"), common.threads.count)
     page = common.page_size
@@ -83,6 +106,45 @@ def rag(
 command = arguments.command(rag)
 
 
+def _through_endpoint(
+    common: Common,
+    target: str,
+    api_key: str | None,
+    answer: int,
+    sizes: Sequence[int],
+    tokens: int,
+    question: int,
+    repeats: int,
+    slow_repeats: int,
+) -> None:
+    """Span queries and plain prompts through a server."""
+    from .rag_queries import BARS as QUERY_BARS
+    from .rag_queries import SYSTEM, RagQueries
+    from .texts import Texts
+
+    message = -(-(tokens + MARKS) // common.page_size) * common.page_size
+    room = 4 * (max(sizes) * message + SYSTEM + question + answer + 3 * MARKS)
+    where = circumstances(command_line("rag"), None if is_url(target) else common.threads.count)
+    figures: list[Figure] = []
+    with open_target(common, target, api_key, tokens=room, sequences=max(sizes) + 3) as server:
+        texts = Texts(server.endpoint.count, common.seed)
+        for count in sizes:
+            say(f"measuring {count} documents")
+            case = f"{server.label}, {count} documents x {tokens}, question {question}, through the endpoint"
+            runs = RagQueries(
+                server.endpoint,
+                texts,
+                common.seed,
+                count=count,
+                tokens=tokens,
+                question=question,
+                answer=answer,
+            )
+            figures += runs.measure(case, repeats, slow_repeats)
+        device = server.device
+    publish("rag", figures, where.on(*device), common.destination, QUERY_BARS)
+
+
 class _Runs:
     """The runs over so many documents."""
 
@@ -98,7 +160,7 @@ class _Runs:
         contiguous: list[Trace] = []
         temporary = {"cached": 0, "contiguous": 0}
         added = 0
-        for repeat in range(-1, repeats):
+        for repeat in range(-WARM_UPS, repeats):
             pair = [("cached", cached, probe.shuffled(states)), ("contiguous", contiguous, [whole])]
             for name, traces, context in pair if repeat % 2 else reversed(pair):
                 before = probe.pages_live()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .published import WORD
 from .record import Circumstances, Figure
 
 COLUMNS = (
@@ -132,8 +133,14 @@ def verdicts(figures: Sequence[Figure], bars: Sequence[Bar] = BARS) -> list[Verd
     return [Verdict(bar, bar.find(figures)) for bar in bars]
 
 
-def markdown(figures: Sequence[Figure], where: Circumstances, title: str, bars: Sequence[Bar] = BARS) -> str:
-    """The page: circumstances, bars if there are any, and every figure."""
+def markdown(
+    figures: Sequence[Figure],
+    where: Circumstances,
+    title: str,
+    bars: Sequence[Bar] = BARS,
+    summary: str = "",
+) -> str:
+    """The page: circumstances, bars if there are any, the summary (Markdown), and every figure."""
     versions = ", ".join(f"{name} {version}" for name, version in where.versions.items())
     lines = [
         f"# {title}",
@@ -147,10 +154,17 @@ def markdown(figures: Sequence[Figure], where: Circumstances, title: str, bars: 
         "`ratio` is value / baseline. This page is generated from the JSON lines beside it.",
         "",
     ]
+    if any((figure.baseline or "").startswith(WORD) for figure in figures):
+        lines += [
+            f"A baseline called {WORD} was not measured here: it is what its source says of other machines.",
+            "",
+        ]
     if bars:
         lines += ["## Bars", "", "| bar | goal | measured | |", "|---|---|---|---|"]
         lines += [f"| {v.bar.title} | {v.goal} | {v.measured} | {v.word} |" for v in verdicts(figures, bars)]
         lines.append("")
+    if summary:
+        lines += ["## Summary", "", summary.rstrip(), ""]
     lines += ["## Figures", ""]
     for case in dict.fromkeys(figure.case for figure in figures):
         lines += [f"### {case}", "", _row(COLUMNS), _row(["---"] * len(COLUMNS))]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WARM_UPS = 2
+"""Repeats not counted where steps are small: a GPU captures such a step when its kind comes the second time."""
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -1,4 +1,4 @@
-"""What `tools/bench/reposition` moves: lists of moves over numbered pages. Knows the store's moves only.
+"""Moves to time: lists of them over numbered pages. Knows the store's moves only.
 
 The first `pages` pages hold tokens; copies go to as many behind them.
 """
