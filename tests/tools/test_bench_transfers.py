@@ -9,7 +9,7 @@ import pytest
 from bench import transfers, transfers_report
 from bench.kernels_record import Circumstances, Figure, dump_lines
 from bench.transfers_gpu import BARS, EXTENTS, OTHERS, QUICK, SHAPES, Case, contenders, kv
-from bench.transfers_report import CHOSEN, DEVICE_RATE, RATE, STEPS
+from bench.transfers_report import BACKGROUND, CHOSEN, DEVICE_RATE, RATE, STEPS
 
 WHERE = Circumstances("a GPU", {"torch": "2"}, "abc", "tools/bench/transfers")
 
@@ -49,8 +49,8 @@ def test_a_rate_below_its_bar_is_told(case: str, rates: dict[str, float], expect
 
 
 def test_steps_that_copies_slow_down_are_told() -> None:
-    for kind, steps, expected in (("store", 95.1, 0), ("store", 94.9, 1), ("load", 80.0, 0)):
-        figures = [figure(f"8B, {kind} beside steps", CHOSEN, STEPS, steps, 100.0)]
+    for way, steps, expected in ((BACKGROUND, 95.1, 0), (BACKGROUND, 94.9, 1), (CHOSEN, 80.0, 0)):
+        figures = [figure("8B, store beside steps", way, STEPS, steps, 100.0)]
         assert len(transfers_report.missed(figures)) == expected
 
 

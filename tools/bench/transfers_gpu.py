@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from bench.kernels_record import Figure
-from bench.transfers_report import CEILINGS, CHOSEN, DEVICE_RATE, LARGE_BYTES, RATE, STEPS, SUBMIT
+from bench.transfers_report import BACKGROUND, CEILINGS, CHOSEN, DEVICE_RATE, LARGE_BYTES, RATE, STEPS, SUBMIT
 from dagengine_kvstore import Copy
-from dagengine_kvstore.cuda_copies import GATHER_PROGRAMS, HOST_PROGRAMS, CudaCopies
+from dagengine_kvstore.cuda_copies import CudaCopies
 from dagengine_kvstore.extents import Method
 from dagengine_kvstore.torch_arena import TorchArena
 from dagengine_kvstore.torch_copies import Direction, page_rows
-from dagengine_kvstore.torch_transfer import TorchTransfer
+from dagengine_kvstore.torch_transfer import BACKGROUND_BYTES_PER_S, TorchTransfer
 
 ONE_CALL_EACH = "direct, one call per extent"
 
@@ -164,7 +164,8 @@ class Bench:
             copies = self.copies[way]
             end = copies.issue(kind, page_rows(self.pages), [copies.mark()])
             submitted = time.perf_counter()
-            end.synchronize()
+            while not end.query():
+                pass
         return time.perf_counter() - begin, submitted - begin
 
     def device_seconds(self, way: str, kind: Direction, spin_s: float) -> float:
@@ -252,7 +253,8 @@ def rates(run: Run, bench: Bench, kind: Direction, repeats: int, peak: float) ->
     submits: dict[str, list[float]] = {way: [] for way in ways}
     alone: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(repeats + 1):
-        for way in ways:
+        first = turn % len(ways)
+        for way in (*ways[first:], *ways[:first]):
             seconds, submitted = bench.run(way, kind)
             if turn:
                 samples[way].append(bench.num_bytes / seconds / 1e9)
@@ -335,29 +337,24 @@ class Beside:
     case: Case
     method: Method | None = None
     rate: float | None = None  # of stores, bytes per second
-    gather_programs: int = GATHER_PROGRAMS
-    host_programs: int = HOST_PROGRAMS
 
     @property
     def name(self) -> str:
-        if self.method is None:
-            return CHOSEN if self.rate is None else f"{CHOSEN}, {self.rate / 1e9:.0f} GB/s"
-        programs = {Method.STAGED: self.gather_programs, Method.KERNEL: self.host_programs}
-        count = programs.get(self.method)
-        return self.method.value if count is None else f"{self.method.value}, {count} programs"
+        if self.rate == BACKGROUND_BYTES_PER_S:
+            return BACKGROUND
+        name = CHOSEN if self.method is None else self.method.value
+        return name if self.rate is None else f"{name}, {self.rate / 1e9:.0f} GB/s"
 
 
-BARS = (Beside(SHAPES[0]), Beside(SHAPES[1]))
+BARS = tuple(Beside(case, rate=BACKGROUND_BYTES_PER_S) for case in SHAPES[:2])
 OTHERS = (
+    Beside(SHAPES[0]),
+    Beside(SHAPES[1]),
     Beside(SHAPES[0], rate=25e9),
-    Beside(SHAPES[0], rate=10e9),
+    Beside(SHAPES[1], rate=25e9),
     Beside(SHAPES[0], Method.STAGED),
-    Beside(SHAPES[0], Method.STAGED, gather_programs=16),
     Beside(SHAPES[0], Method.KERNEL),
-    Beside(SHAPES[0], Method.KERNEL, host_programs=16),
-    Beside(SHAPES[0], Method.KERNEL, host_programs=8),
     Beside(SHAPES[1], Method.DIRECT),
-    Beside(SHAPES[1], rate=10e9),
 )
 
 
@@ -367,12 +364,7 @@ def beside(run: Run, num_bytes: int, ways: Sequence[Beside]) -> None:
     for way in ways:
         if not run.has_time(f"steps beside {way.case.name}, {way.name}"):
             continue
-        copies = partial(
-            CudaCopies,
-            method=way.method,
-            gather_programs=way.gather_programs,
-            host_programs=way.host_programs,
-        )
+        copies = partial(CudaCopies, method=way.method)
         bench = Bench(way.case, 2 * num_bytes, store_bytes_per_s=way.rate, copies=copies)
         for kind in DIRECTIONS if way.rate is None else DIRECTIONS[:1]:
             _beside(run, steps, bench, kind, way.name)

@@ -16,11 +16,12 @@ before the first could begin. `TorchTransfer` chooses for itself; `direct`, `sta
 Steps are products of 8 GiB of weights with a vector, two queued at a time; *of them alone* is their rate with copies
 under way over their rate alone. Every way copied random pages to the host and back before it was timed. Bars of
 `TorchTransfer`, by the wall clock: extents of 512 KiB and more at 90% of the peak, others within 10% of the fastest
-contender, steps beside stores at 95%; somebody waits for a load, which takes what it can get. This page is generated
-from the JSON lines beside it."""
+contender; steps at 95% beside stores *in the background*, which is the rate an engine stores at. Somebody waits for
+a load, which takes what it can get. This page is generated from the JSON lines beside it."""
 
 CHOSEN, RATE, DEVICE_RATE, SUBMIT, STEPS = "TorchTransfer", "rate", "device rate", "submit", "steps"
 CEILINGS = "ceilings"
+BACKGROUND = "TorchTransfer in the background"
 LARGE_BYTES = 512 << 10
 LEAST_OF_PEAK = 0.90
 LEAST_OF_BEST = 0.90
@@ -35,9 +36,9 @@ def missed(figures: Sequence[Figure]) -> list[str]:
 
 
 def _missed_of(table: Table, case: str) -> Iterator[str]:
-    steps = table.find(case, STEPS, CHOSEN)
+    steps = table.find(case, STEPS, BACKGROUND)
     if steps is not None:
-        if "store" in case and steps.ratio is not None and steps.ratio < LEAST_OF_STEPS:
+        if steps.ratio is not None and steps.ratio < LEAST_OF_STEPS:
             yield f"Missed: {case}: {steps.ratio:.1%} of the steps alone, not {LEAST_OF_STEPS:.0%}."
         return
     rate = table.find(case, RATE, CHOSEN)

@@ -9,6 +9,7 @@ np = pytest.importorskip("numpy")
 from dagengine_kvstore.extents import (  # noqa: E402
     DIRECT_BYTES,
     FIRST_PART_BYTES,
+    LEAST_DIRECT_BYTES,
     MOST_PART_BYTES,
     STAGED_BYTES,
     Method,
@@ -46,11 +47,11 @@ def test_the_mean_extent_decides_how_pages_are_copied() -> None:
     # One layer: pages that follow each other on both sides are one extent.
     size = DIRECT_BYTES // 4
     assert method(together, together, 1, size) is Method.DIRECT
-    assert method(together, together, 1, size - 1) is Method.KERNEL
     size = STAGED_BYTES // 4
     assert method(scattered, together, 1, size) is Method.STAGED
-    assert method(scattered, scattered, 1, size) is Method.KERNEL
-    assert method(scattered, scattered, 1, DIRECT_BYTES) is Method.DIRECT
+    assert method(scattered, scattered, 1, LEAST_DIRECT_BYTES) is Method.DIRECT
+    assert method(scattered, scattered, 1, LEAST_DIRECT_BYTES - 1) is Method.KERNEL
+    assert method(scattered, together, 1, DIRECT_BYTES) is Method.DIRECT
     # Several layers: a device extent is one page in one layer, a host extent all its layers.
     assert method(together, scattered, 8, DIRECT_BYTES) is Method.DIRECT
     small = STAGED_BYTES // 8

@@ -22,7 +22,7 @@ from dagengine_kvstore.directory import PageDirectory
 from dagengine_kvstore.persistent import PersistentTransfer
 from dagengine_kvstore.recall import Recalls
 from dagengine_kvstore.torch_arena import TorchArena
-from dagengine_kvstore.torch_transfer import TorchTransfer
+from dagengine_kvstore.torch_transfer import BACKGROUND_BYTES_PER_S, TorchTransfer
 
 from .config import DEFAULT_KV_DIRECTORY_GIB, EngineConfig
 from .costs import StepCosts
@@ -32,10 +32,6 @@ from .runner import Chunk
 from .work import HI, LO
 
 log = logging.getLogger("dagengine")
-
-STORE_BYTES_PER_S = 10e9
-"""Of stores to pinned memory, so that they take little of running steps: of the GPU's bandwidth and of the host's time.
-Loads have no limit, since somebody waits for them."""
 
 
 @dataclass(eq=False)
@@ -166,7 +162,7 @@ def _host_transfer(arena: TorchArena, num_pages: int, device: torch.device) -> T
     try:
         with ExitStack() as unfinished:
             pinned = device.type == "cuda"
-            rate = STORE_BYTES_PER_S if pinned else None
+            rate = BACKGROUND_BYTES_PER_S if pinned else None  # of stores; somebody waits for a load
             transfer = TorchTransfer(arena, num_pages, store_bytes_per_s=rate)
             unfinished.callback(transfer.close)
             if pinned:

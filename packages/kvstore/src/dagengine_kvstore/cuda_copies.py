@@ -27,7 +27,7 @@ from dagengine_kvstore.torch_copies import Direction
 
 STAGING_BYTES = 32 << 20
 GATHER_PROGRAMS = 64
-HOST_PROGRAMS = 32
+HOST_PROGRAMS: dict[Direction, int] = {"store": 8, "load": 16}  # enough for the link; more cost steps more
 
 
 class _Lane:
@@ -53,7 +53,7 @@ class CudaCopies:
         method: how everything is copied; None: `extents.choose` for each call of `issue`.
         staging_bytes: of one of the four buffers on the device, or one page if that is more.
         gather_programs: of a kernel between layers and a buffer.
-        host_programs: of a kernel between layers and the host.
+        host_programs: of a kernel between layers and the host; None: HOST_PROGRAMS of each direction.
         batch: whether extents are given to the driver in one call, where it can take them so.
 
     Raises KVStoreError `device_error` without a CUDA driver.
@@ -68,7 +68,7 @@ class CudaCopies:
         method: Method | None = None,
         staging_bytes: int = STAGING_BYTES,
         gather_programs: int = GATHER_PROGRAMS,
-        host_programs: int = HOST_PROGRAMS,
+        host_programs: int | None = None,
         batch: bool = True,
     ) -> None:
         self._host, self._compute, self._method = host, compute, method
@@ -121,7 +121,8 @@ class CudaCopies:
             elif len(devices):
                 with torch.cuda.stream(last):
                     table = self._table(devices, addresses)
-                    self._run_kernel(kind, table[0], table[1], self._host_programs)
+                    programs = self._host_programs or HOST_PROGRAMS[kind]
+                    self._run_kernel(kind, table[0], table[1], programs)
             return last.record_event()
 
     def wait(self) -> None:

@@ -7,10 +7,11 @@
 
     direct   the copy engine moves the extents of both sides                             128 KiB and more, in the mean
     staged   a kernel gathers into a buffer, the copy engine moves the host's extents    256 KiB and more, likewise
+    direct   as above                                                                    64 KiB and more
     kernel   a kernel reads and writes pinned host memory                                the rest
 
-Direct copies take the least of a running step's bandwidth; below 128 KiB queueing them takes the host longer than
-copying takes the device. Arrays are int64.
+Direct copies take the least of a running step's bandwidth, a kernel that writes host memory by far the most; but below
+128 KiB queueing extents one by one takes the host twice as long as staging them. Arrays are int64.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ Numbers = npt.NDArray[np.int64]
 
 DIRECT_BYTES = 128 << 10
 STAGED_BYTES = 256 << 10
+LEAST_DIRECT_BYTES = 64 << 10
 FIRST_PART_BYTES = 4 << 20
 MOST_PART_BYTES = 32 << 20
 
@@ -64,7 +66,9 @@ def choose(devices: Numbers, addresses: Numbers, num_layers: int, layer_bytes: i
     if total >= DIRECT_BYTES * both:
         return Method.DIRECT
     host = len(stretches(addresses, page_bytes)[0])
-    return Method.STAGED if total >= STAGED_BYTES * host else Method.KERNEL
+    if total >= STAGED_BYTES * host:
+        return Method.STAGED
+    return Method.DIRECT if total >= LEAST_DIRECT_BYTES * both else Method.KERNEL
 
 
 def parts(sizes: Numbers) -> Iterator[slice]:

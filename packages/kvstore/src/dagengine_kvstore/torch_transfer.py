@@ -29,6 +29,8 @@ from dagengine_kvstore.torch_copies import Copies, CpuCopies, Direction, Mark, p
 
 PACED_BYTES = 64 << 20
 BURST_S = 0.05
+BACKGROUND_BYTES_PER_S = 10e9
+"""A rate of stores that leaves running steps nearly all of the GPU's bandwidth, and of the host's time."""
 
 
 @dataclass(eq=False)
