@@ -23,7 +23,7 @@ PACKAGES = ("core-graph", "kvstore", "positions", "kernels", "engine", "server")
 REPORTS = CACHE / "reports"
 TWO_CORES = ("--numprocesses=2", "--dist=loadfile")
 SHARED_OUT = ("--numprocesses=2", "--dist=worksteal")
-PARALLEL = {"kvstore": SHARED_OUT, "kernels": SHARED_OUT, "engine": TWO_CORES}
+PARALLEL = {"kvstore": SHARED_OUT, "kernels": SHARED_OUT, "engine": TWO_CORES, "server": TWO_CORES}
 PYTEST_OPTIONS = ("-q", "--durations=5", "--timeout=600")
 
 
