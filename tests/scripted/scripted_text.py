@@ -29,6 +29,9 @@ class Words:
             ids += [7, *(int.from_bytes(said[part::2], "little") % 4000 for part in (0, 1))]
         return ChatPrompt((*ids, *((8, 9) if generate else ())), len(ids) if generate else None)
 
+    def read_clock(self) -> tuple[str, ...]:
+        return ()
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(f"<{token}>" for token in ids)
 

@@ -602,3 +602,43 @@ def test_closing_tells_every_request() -> None:
     assert (stats.open_fences, stats.pages_waiting, stats.pages_live) == (0, 0, 0)
     assert len(listener.ends) == 20
     assert {end.error.code for end in listener.ends.values() if end.error} == {"cancelled"}
+
+
+def test_a_listener_that_has_many_events_is_called_back_once_all_of_them_were_told() -> None:
+    engine = EngineThread(scripted_core())
+    told: list[list[str]] = []
+    arrived: list[str] = []
+    ended = threading.Event()
+
+    def listen(event: Event) -> None:
+        if not arrived:
+            engine.once_told(tell)
+        arrived.append(event.request_id)
+
+    def tell() -> None:
+        told.append(list(arrived))
+        arrived.clear()
+        if len({name for names in told for name in names}) == 4:
+            ended.set()
+
+    try:
+        prefills = [Request(f"q{index}", (1, 2, 3), None) for index in range(4)]
+        engine.call(lambda core: [engine.accepting([one], listen)(core) for one in prefills]).result(20)
+        assert ended.wait(20)
+        assert len(told) < 4 and all(told), "what ends in one step is told together"
+    finally:
+        engine.close()
+
+
+def test_states_that_are_gone_do_not_keep_others_from_being_released() -> None:
+    listener, engine = Listener(), EngineThread(scripted_core())
+    try:
+        engine.submit([document("a", 5), document("b", 6)], listener).result(20)
+        listener.wait(2)
+        names = [listener.ends[name].choices[0].dag.state for name in ("a", "b")]
+        assert None not in names
+        engine.release([names[0], "no state", names[0], names[1]])  # type: ignore[list-item]
+        assert engine.call(lambda core: core.store.stats().handles).result(20) == 0
+        assert engine.dead is None
+    finally:
+        engine.close()

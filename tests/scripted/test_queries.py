@@ -277,6 +277,12 @@ def test_a_preparation_is_waited_for_and_shared(llm: LLM) -> None:
     [
         (plus(g("a", model="m"), g("b", model="n")), {}, "unsupported", "model"),
         (g(plus("a"), options={"top_p": 7}), {}, "invalid_request", "g.options.top_p"),
+        (
+            plus(g("a", options={"ignore_eos": True}), g("a", options={"ignore_eos": 1})),
+            {},
+            "invalid_request",
+            "plus[2].g.options.ignore_eos",
+        ),
         (g(cross("x", g("a", max_tokens=4000))), {}, "position_overflow", "g.input.cross[1].g.max_tokens"),
         (g(monad("a")), {}, "invalid_request", "g.input"),
         (g("a"), {"position": "sideways"}, "policy_unsupported", "g"),

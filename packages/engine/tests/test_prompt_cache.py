@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dagengine import DagError
 from dagengine.prompt_cache import Ids, PromptCache
-from dagengine.tokenizer import ChatPrompt
+from dagengine.queries import EncodedQuery, encode_query
+from dagengine.tokenizer import ChatPrompt, Tokenizer
+from dagengine_core_graph.query import Query, cross, g, plus, repeat, system, user
+
+from .byte_tokenizers import byte_level, save
+
+CHATML = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BY_PLACE = (
+    "{{ bos_token }}{% for m in messages %}{{ loop.index }}{% if loop.last %}!{% endif %}[{{ m.role }}]{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ messages | length }}>{% endif %}"
+)
+DATED = (
+    "{% if strftime_now is defined %}{{ strftime_now('%d %b') }}{{ strftime_now('%Y') }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
 
 
 class Counting:
@@ -17,6 +37,10 @@ class Counting:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.clock: tuple[str, ...] | None = ()
+
+    def read_clock(self) -> tuple[str, ...] | None:
+        return self.clock
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, generate: bool, has_context: bool) -> ChatPrompt:
         self.asked += 1
@@ -38,8 +62,71 @@ def test_equal_messages_are_encoded_once_and_are_one_object() -> None:
     assert first.input_ids is again.input_ids and tokenizer.asked == 1
     assert chat(cache, "a", has_context=True).input_ids != first.input_ids
     assert chat(cache, "b").input_ids != first.input_ids
-    assert chat(cache, "a", generate=True).turn_start == 0 == chat(cache, "a", generate=True).turn_start
-    assert tokenizer.asked == 5, "a generation prompt is encoded each time"
+    called = chat(cache, "a", generate=True)
+    assert called.turn_start == 0 and called is chat(cache, "a", generate=True)
+    assert tokenizer.asked == 4
+
+
+def test_equal_calls_of_a_query_are_encoded_once() -> None:
+    tokenizer = Counting()
+    candidate = g(cross(system("s"), user("task")), temperature=0.5)
+    query = g(cross(system("s"), repeat(24, candidate), user("question")))
+    cache = PromptCache(tokenizer)  # type: ignore[arg-type]
+    encoded = encode_query(query, cache)
+    assert (len(encoded.lowered.nodes), tokenizer.asked) == (27, 4)
+    encode_query(query, cache)
+    assert tokenizer.asked == 4, "nor is a query that comes again"
+
+
+@pytest.mark.parametrize("template", [CHATML, BY_PLACE, DATED])
+def test_a_cache_changes_no_token(tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer(save(tmp_path, byte_level(), template, bos_token="<bos>", eos_token="<eos>"))
+    cache, draw = PromptCache(tokenizer), random.Random(7)
+    for _ in range(60):
+        query = random_query(draw, 3)
+        found = encode_query(g(cross(user("x"), query)), cache)
+        assert found.prompts == encoded_alone(found, tokenizer)
+
+
+def encoded_alone(query: EncodedQuery, tokenizer: Tokenizer) -> dict[str, ChatPrompt]:
+    """What the tokenizer makes of every node by itself."""
+    return {
+        node.id: tokenizer.chat(node.messages, generate=node.generate is not None, has_context=node.continues)
+        for node in query.lowered.nodes
+    }
+
+
+def random_query(draw: random.Random, depth: int) -> Query:
+    """Few different texts, so that equal messages come in several places and roles."""
+    if depth == 0 or draw.random() < 0.2:
+        return draw.choice((system, user))(draw.choice("abc"))
+    parts = [random_query(draw, depth - 1) for _ in range(draw.randint(1, 3))]
+    called = g(cross(user(draw.choice("ab")), *parts))
+    return draw.choice((cross(*parts), plus(*parts), called, repeat(2, called)))
+
+
+def test_what_a_template_says_of_the_time_is_not_remembered_beyond_it() -> None:
+    tokenizer = Counting()
+    cache = PromptCache(tokenizer)  # type: ignore[arg-type]
+    for clock, asked in ((("Mon",), 1), (("Mon",), 1), (("Tue",), 2), (None, 3), (None, 4), (("Tue",), 4)):
+        tokenizer.clock = clock
+        chat(cache, "a")
+        assert tokenizer.asked == asked
+
+
+def test_a_prompt_is_not_remembered_when_the_time_changed_meanwhile() -> None:
+    class Midnight(Counting):
+        def chat(self, *args: Any, **options: Any) -> ChatPrompt:
+            self.clock = ("Tue",)
+            return super().chat(*args, **options)
+
+    tokenizer = Midnight()
+    tokenizer.clock = ("Mon",)
+    cache = PromptCache(tokenizer)  # type: ignore[arg-type]
+    chat(cache, "a")
+    assert len(cache) == 0
+    chat(cache, "a")
+    assert len(cache) == 1
 
 
 def test_another_tenants_text_is_encoded_again() -> None:

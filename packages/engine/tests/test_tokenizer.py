@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,25 @@ def test_what_templates_of_transformers_may_use_is_there(tmp_path: Path) -> None
     )
     found = make(tmp_path, template).chat(TALK, generate=False, has_context=False)
     assert shown(make(tmp_path, template), found.input_ids) == 'Hi é😀{"a": "é"}4True'
+
+
+@pytest.mark.parametrize(
+    ("template", "formats"),
+    [
+        ("{{ messages }}", ()),
+        ("{{ strftime_now('%Y') }}{{ strftime_now('%m') }}{{ strftime_now('%Y') }}", ("%Y", "%m")),
+        ("{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}", ("%Y",)),
+        ("{% set form = '%Y' %}{{ strftime_now(form) }}", None),
+        ("{{ '%Y' | map(strftime_now) | list }}", None),
+        ("{% set now = strftime_now %}{{ now('%H') }}{{ strftime_now('%Y') }}", None),
+    ],
+)
+def test_what_a_template_reads_from_the_clock_is_known(
+    tmp_path: Path, template: str, formats: tuple[str, ...] | None
+) -> None:
+    now = datetime.now()
+    wanted = None if formats is None else tuple(now.strftime(form) for form in formats)
+    assert make(tmp_path, template).read_clock() == wanted
 
 
 def test_special_tokens_may_be_written_as_objects(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from conftest import DEADLINE_S
 
 from dagengine_server.cli import main
 from dagengine_server.client import Client
+from dagengine_server.serving import SWITCH_S, short_turns
 
 PORT_LINE = "Uvicorn running on "
 
@@ -92,3 +93,10 @@ def test_a_wrong_option_ends_it_with_one_line(
     assert main(["serve", *given, "--log-level", "error"]) == 1
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error
+
+
+def test_threads_take_short_turns_while_it_serves() -> None:
+    before = sys.getswitchinterval()
+    with short_turns():
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S) != before
+    assert sys.getswitchinterval() == before

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -40,6 +40,7 @@ class EngineThread:
         # no lock of Python's own: an interrupt would leave it taken, and this thread would wait for it for ever
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._listeners: dict[str, OnEvent] = {}
+        self._told: list[Callable[[], None]] = []
         self._stopping = False
         self._deadline = 0.0
         self._failures = 0
@@ -132,6 +133,26 @@ class EngineThread:
 
         if self._dead is None:
             self._commands.put(run)
+
+    def once_told(self, function: Callable[[], None]) -> None:
+        """Call `function`, which raises nothing, when all events at hand were handed out. For listeners, while one of
+        them is called: to wake another thread for many events once, and not while this one still has some.
+        """
+        self._told.append(function)
+
+    def release(self, states: Iterable[str]) -> None:
+        """Let go of states, all in one command; those that are gone already are no error. Never blocks, as `post`."""
+        listed = tuple(states)
+
+        def release(core: EngineCore) -> None:
+            for state in listed:
+                try:
+                    core.release_state(state)
+                except DagError as error:
+                    log.debug("state %s was gone already: %s", state, error)
+
+        if listed:
+            self.post(release)
 
     def close(self, drain_s: float = 0.0, *, wait_s: float | None = None) -> None:
         """Take nothing new, let requests finish for `drain_s` seconds, cancel the rest, stop the thread.
@@ -228,6 +249,12 @@ class EngineThread:
                 listener(event)
             except Exception:
                 log.exception("a listener of request %s failed", event.request_id)
+        self._tell()
+
+    def _tell(self) -> None:
+        told, self._told = self._told, []
+        for function in told:
+            function()
 
     def _die(self, reason: EngineDead) -> None:
         self._dead = reason
@@ -237,4 +264,5 @@ class EngineThread:
                 listener(FinishedEvent(request_id, (), reason))
             except Exception:
                 log.exception("a listener of request %s failed", request_id)
+        self._tell()
         self._drain()

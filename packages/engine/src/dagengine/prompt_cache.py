@@ -1,7 +1,7 @@
-"""Messages that were encoded before, so that a fragment that comes again costs no tokenizing.
+"""Messages that were encoded before, so that what comes again, in one query or a later one, costs no tokenizing.
 
-Kept by tenant, since a quick answer would tell one that another has sent the same text. Equal texts give one object of
-ids, so that finding a fragment by its ids compares no tokens.
+Kept by tenant, since a quick answer would tell one that another has sent the same text; and by what the chat template
+reads from the clock. Equal messages give one object of ids, so that finding a fragment by its ids compares no tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Ids(tuple[int, ...]):
 
 
 class PromptCache:
-    """A tokenizer for messages that remembers inputs without a generation prompt. Used by several threads.
+    """A tokenizer for messages that remembers what it gave. Used by several threads.
 
     Args:
         tokenizer: None where the model has none.
@@ -61,16 +61,19 @@ class PromptCache:
             raise DagError(
                 "unsupported", "this model has no tokenizer; queries are made of messages", "query"
             )
-        if generate:
-            return _hashed(self._tokenizer.chat(messages, generate=True, has_context=has_context))
         said = tuple((message["role"], message["content"]) for message in messages)
-        key = salt, has_context, said
+        clock = self._tokenizer.read_clock()
+        if clock is None:
+            return _hashed(self._tokenizer.chat(messages, generate=generate, has_context=has_context))
+        key = salt, generate, has_context, clock, said
         with self._lock:
             known = self._known.get(key)
             if known is not None:
                 self._known.move_to_end(key)
                 return known
-        prompt = _hashed(self._tokenizer.chat(messages, generate=False, has_context=has_context))
+        prompt = _hashed(self._tokenizer.chat(messages, generate=generate, has_context=has_context))
+        if self._tokenizer.read_clock() != clock:
+            return prompt
         with self._lock:
             if key in self._known:
                 return self._known[key]
@@ -87,4 +90,4 @@ def _hashed(prompt: ChatPrompt) -> ChatPrompt:
 
 
 def _length(key: tuple[Any, ...]) -> int:
-    return sum(len(text) for _, text in key[2])
+    return sum(len(text) for _, text in key[-1])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dagengine_core_graph import Artifact, GraphError
 from dagengine_core_graph.query import (
@@ -293,6 +293,12 @@ def _at_option(node: QueryNode, error: DagError) -> DagError:
 
 @dataclass
 class _Builder:
+    """
+    Attributes:
+        params: with the seed of the first sample, by the identity of the parameters that calls share: equal ones may
+            hold values of other types.
+    """
+
     queries: Sequence[EncodedQuery]
     options: QueryOptions
     kept: Mapping[FragmentKey, str]
@@ -303,6 +309,7 @@ class _Builder:
     shared: dict[tuple[FragmentKey, int], _Target] = field(default_factory=dict)
     places: list[dict[str, str]] = field(default_factory=list)
     nodes_of: dict[str, list[tuple[int, QueryNode]]] = field(default_factory=dict)
+    params: dict[int, SamplingParams] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.submission = new_request_id()
@@ -383,17 +390,17 @@ class _Builder:
         return all(node.generate is None for _, node in self.nodes_of[request_id])
 
     def sampling(self, node: QueryNode, seed: int | None) -> SamplingParams | None:
-        options = node.sampling(None)
-        if options is None:
+        if node.generate is None:
             return None
-        named = options.get("seed", self.options.seed)
         try:
-            if seed is not None:
-                options["seed"] = seed
-            elif named is not None:
-                SamplingParams.from_mapping({"seed": named})
-                options["seed"] = seed_after(int(named), node.sample)  # type: ignore[arg-type]
-            return SamplingParams.from_mapping(options)
+            params = self.params.get(id(node.generate))
+            if params is None:
+                options = node.sampling(None) or {}
+                params = SamplingParams.from_mapping({"seed": self.options.seed, **options})
+                self.params[id(node.generate)] = params
+            if seed is None and params.seed is not None:
+                seed = seed_after(params.seed, node.sample)
+            return params if seed is None or seed == params.seed else replace(params, seed=seed)
         except DagError as error:
             raise _at_option(node, error) from None
 

@@ -34,8 +34,7 @@ class Taken:
     facts: Mapping[str, object]
 
     def release(self, engine: EngineThread) -> None:
-        for state in self.states.values():
-            engine.post(lambda core, state=state: core.release_state(state))  # type: ignore[misc]
+        engine.release(self.states.values())
 
 
 def taking(fragments: FragmentStates, keys: Sequence[FragmentKey]) -> Callable[[EngineCore], Taken]:

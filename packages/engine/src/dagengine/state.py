@@ -101,7 +101,7 @@ class State:
 
 
 def _release(engine: EngineThread, state_id: str) -> None:
-    engine.post(lambda core: core.release_state(state_id))
+    engine.release((state_id,))
 
 
 @dataclass(frozen=True)

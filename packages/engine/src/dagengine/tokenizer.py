@@ -24,6 +24,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from .errors import DagError
 
+CLOCK = "strftime_now"
 _MARK = "\u2063system\u2063"
 _SPECIALS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
 
@@ -58,6 +59,7 @@ class Tokenizer:
         self._vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.template_source = chat_template or _folder_template(folder, config)
         self._template = self._compile(self.template_source) if self.template_source else None
+        self._times = _clock_formats(self.template_source) if self.template_source else ()
 
     @property
     def vocab_size(self) -> int:
@@ -111,6 +113,16 @@ class Tokenizer:
         start = bisect_left(range(len(ids)), len(without), key=lambda i: encoding.token_to_chars(i)[0])
         return ChatPrompt(ids, start)
 
+    def read_clock(self) -> tuple[str, ...] | None:
+        """What the chat template is told of the time now; None where only rendering shows what it asks.
+
+        Equal messages give equal prompts as long as this is equal.
+        """
+        if self._times is None:
+            return None
+        now = datetime.now()
+        return tuple(now.strftime(form) for form in self._times)
+
     def _encode_with_offsets(self, text: str) -> Any:
         _require_unicode(text, "messages")
         return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
@@ -159,11 +171,9 @@ class Tokenizer:
         def refuse(message: str) -> None:
             raise jinja2.TemplateError(message)
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-        )
+        environment = _environment()
         environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals[CLOCK] = lambda form: datetime.now().strftime(form)
         environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
         try:
             return environment.from_string(source)
@@ -181,6 +191,31 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+
+
+def _clock_formats(source: str) -> tuple[str, ...] | None:
+    """The formats of a template's `strftime_now` calls; None where it does anything else with it but ask for it."""
+    template = _environment().parse(source)
+    read = sum(name.name == CLOCK for name in template.find_all(nodes.Name))
+    asked = sum(_is_clock(test.node) for test in template.find_all(nodes.Test) if test.name == "defined")
+    forms = [
+        call.args[0].value
+        for call in template.find_all(nodes.Call)
+        if _is_clock(call.node) and len(call.args) == 1 and isinstance(call.args[0], nodes.Const)
+    ]
+    if asked + len(forms) < read or not all(isinstance(form, str) for form in forms):
+        return None
+    return tuple(dict.fromkeys(forms))
+
+
+def _is_clock(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Name) and node.name == CLOCK
 
 
 def _require_unicode(text: str, field: str) -> None:

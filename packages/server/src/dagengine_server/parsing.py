@@ -19,6 +19,7 @@ from .protocol import Message
 
 Body = TypeVar("Body", bound=BaseModel)
 MESSAGES = dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a JSON object is needed")
+BACKSLASH = "\\"
 SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -54,7 +55,7 @@ def parse_json(data: bytes) -> Any:
         raise DagError("invalid_request", "the body's JSON is nested too deeply") from None
     except ValueError as error:
         raise DagError("invalid_request", f"the body is no JSON: {error}") from None
-    if SURROGATE_ESCAPE.search(text):
+    if BACKSLASH in text and SURROGATE_ESCAPE.search(text):
         _require_unicode(value)
     return value
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ log = logging.getLogger("dagengine.server")
 POLL_S = 0.05
 LAST_ANSWERS_S = 5.0
 FLUSH_S = 0.2
+SWITCH_S = 0.0005
 
 
 def serve(
@@ -61,7 +63,7 @@ def serve(
         **options,
     )
     server = DrainingServer(config, app.state.service, shutdown_timeout_s)
-    with _signals_outlasted():
+    with _signals_outlasted(), short_turns():
         try:
             server.run()
         except SystemExit:
@@ -69,6 +71,17 @@ def serve(
         finally:
             _close(app.state.service)
     return 0 if server.started else 1
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Threads of Python take turns of SWITCH_S: an event of HTTP waits so long at most for the engine's thread."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @contextmanager

@@ -46,6 +46,7 @@ class Submission:
         self._timer: asyncio.TimerHandle | None = None
         self._open = {request.id: request for request in requests}
         self._last: dict[tuple[str, int], float] = {}
+        self._arrived: list[Event] = []
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._undelivered: dict[str, tuple[str, ...]] = {}
         self._loop = asyncio.get_running_loop()
@@ -122,22 +123,33 @@ class Submission:
         if self._timer is not None:
             self._timer.cancel()
         undelivered, self._undelivered = self._undelivered, {}
-        for states in undelivered.values():
-            self._release(states)
+        self._engine.release(state for states in undelivered.values() for state in states)
 
     def _forward(self, event: Event) -> None:
         """On the engine's thread."""
+        if not self._arrived:
+            self._engine.once_told(self._wake)
+        self._arrived.append(event)
+
+    def _wake(self) -> None:
+        """On the engine's thread: hand what has arrived to the event loop."""
+        arrived, self._arrived = self._arrived, []
         try:
-            self._loop.call_soon_threadsafe(self._receive, event)
+            self._loop.call_soon_threadsafe(self._receive_all, arrived)
         except RuntimeError:
-            self._abort(event.request_id, DagError("cancelled", "the server has stopped"))
+            for event in arrived:
+                self._abort(event.request_id, DagError("cancelled", "the server has stopped"))
+
+    def _receive_all(self, events: Sequence[Event]) -> None:
+        """On the event loop."""
+        for event in events:
+            self._receive(event)
 
     def _receive(self, event: Event) -> None:
-        """On the event loop."""
         if event.request_id in self._open:
             self._take(event)
         elif isinstance(event, FinishedEvent):
-            self._release(_states(event))
+            self._engine.release(_states(event))
 
     def _take(self, event: Event) -> None:
         request = self._open[event.request_id]
@@ -159,10 +171,6 @@ class Submission:
 
     def _abort(self, request_id: str, error: DagError) -> None:
         self._engine.post(lambda core: core.abort(request_id, error))
-
-    def _release(self, states: Sequence[str]) -> None:
-        for state in states:
-            self._engine.post(lambda core, state=state: core.release_state(state))  # type: ignore[misc]
 
 
 def _states(event: FinishedEvent) -> tuple[str, ...]:

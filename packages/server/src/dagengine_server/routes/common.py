@@ -56,7 +56,7 @@ async def off_loop(function: Callable[[], T]) -> T:
     return await asyncio.to_thread(function)
 
 
-def check_parameters(request: Request) -> None:
+async def check_parameters(request: Request) -> None:
     """Refuse URL parameters that the route does not have, or has twice. Raises DagError `invalid_request`."""
     known = [field.alias for field in request.scope["route"].dependant.query_params]
     given = [name for name, _ in request.query_params.multi_items()]

@@ -11,6 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -199,9 +200,10 @@ class Endpoint:
         return self._runner.run(self._stream(path, params, json.dumps(body).encode()))
 
     async def _stream(self, path: str, params: Mapping[str, str], body: bytes) -> Reply:
+        request = self._client.build_request("POST", path, params=params, content=body, headers=JSON)
         reply = Reply(begin=time.perf_counter())
         try:
-            async with self._client.stream("POST", path, params=params, content=body, headers=JSON) as answer:
+            async with aclosing(await self._client.send(request, stream=True)) as answer:
                 if answer.status_code != 200:
                     raise _refusal(answer.status_code, (await answer.aread()).decode(errors="replace"))
                 async for line in answer.aiter_lines():

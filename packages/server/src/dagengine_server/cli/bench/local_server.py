@@ -21,6 +21,7 @@ from dagengine.core import EngineCore
 from dagengine.devices import describe
 
 from ...app import create_app
+from ...serving import short_turns
 from ...settings import ServerSettings
 from ..console import CommandError
 
@@ -54,7 +55,8 @@ def local_server(folder: str, options: Mapping[str, Any]) -> Iterator[tuple[str,
         thread.start()
         _wait(server, thread)
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}", describe(device)
+            with short_turns():
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}", describe(device)
         finally:
             server.should_exit = True
             thread.join()
