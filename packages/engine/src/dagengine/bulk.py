@@ -6,8 +6,8 @@ there, the one whose fragments are wanted most by others; of equal ones the firs
 what is found in the cache.
 
 Windows: neighbours run together as one submission, in which an equal fragment is one node for all of them. Two windows
-run at once, so that steps stay full while the first of them ends and its results are made: each has half of the queries
-that may run together, and together their fragments fit the budget.
+run at once, so that steps stay full while the first of them ends and its results are made; together their fragments fit
+the budget. Windows of one query run one after the other.
 
     window 1   fragments ── judges ── results
     window 2            fragments ── judges ── results         begins once the fragments that it shares with window 1
@@ -92,7 +92,7 @@ def run_bulk(
     Args:
         order: `locality`, or `given`.
         budget_pages: KV pages that fragments may take; None is half of the pool.
-        window: most queries that run together.
+        window: most queries of one submission; two run at once, unless it is 1.
         on_item: called with each query once it has ended, in the order in which they end. If it raises, nothing more
             runs.
         options: as of `LLM.query`; `keep` is False unless given.
@@ -157,9 +157,9 @@ def _run_all(
     if order == "locality":
         ordered = [ordered[place] for place in order_queries(list(wanted.values()), budget)]
     reads = sum(len(found) for found in wanted.values())
-    half, room = (window // 2, max(1, budget // 2)) if window > 1 else (1, budget)
-    windows = list(_windows(ordered, wanted, room, half))
-    computed = _Windows(llm, encoded, wanted, settings, end).run(windows, budget, window)
+    room = budget if window == 1 else max(1, budget // 2)
+    windows = list(_windows(ordered, wanted, room, window))
+    computed = _Windows(llm, encoded, wanted, settings, end).run(windows, None if window == 1 else budget)
     results = [item.result for item in items.values() if item.result is not None]
     tokens = QueryTokens(
         sum(result.tokens.input for result in results), sum(result.tokens.computed for result in results)
@@ -254,15 +254,17 @@ class _Windows:
     settings: QueryOptions
     end: Callable[..., None]
 
-    def run(self, windows: Sequence[Sequence[int]], budget: int, most: int) -> int:
-        """Run all in this order, at most `most` queries together. Returns how many fragments had to be computed."""
+    def run(self, windows: Sequence[Sequence[int]], budget: int | None) -> int:
+        """Run all in this order, two at once while their fragments fit the budget; one at a time without it.
+
+        Returns: how many fragments had to be computed.
+        """
         computed, running = 0, list[_Window]()
         try:
             for chosen, behind in zip_longest(windows, windows[1:], fillvalue=()):
                 pages = self._pages(chosen)
                 soon = pages.keys() & self._pages(behind).keys()
-                beside = {**running[0].pages, **pages} if running and most > 1 else None
-                if beside is not None and sum(beside.values()) <= budget:
+                if running and budget is not None and sum({**running[0].pages, **pages}.values()) <= budget:
                     running[0].run.keep(running[0].pages.keys() & pages.keys())
                 else:
                     computed += self._end_first(running)
@@ -306,7 +308,7 @@ class _Windows:
         if len(chosen) == 1:
             self.end(BulkItem(chosen[0], None, refusal))
             return 0
-        return sum(self.run([[index]], 1, 1) for index in chosen)
+        return sum(self.run([[index]], None) for index in chosen)
 
 
 def _alone(error: DagError) -> DagError:
