@@ -140,14 +140,23 @@ class Pressure:
         books, ranking = self._books, self._ranking
         if ranking.releases != books.releases or self._transfers.is_usable:
             return False
-        pinned, kept = books.pinned(), self._kept(reads)
+        pinned, read = books.pinned(), {read.node for read in reads}
+        kept: dict[NodeRecord, set[int]] | None = None
         owned: dict[NodeRecord, list[int]] = {}
         gone: list[int] = []
         unshared = 0
         for uid, last_used in ranking.last_used.items():
             node = books.node(uid)
-            pages = [] if node is None or node in pinned else self._pages(node, kept.get(node, NO_PAGES))
-            if node is None or not pages or node.last_used != last_used or not node.recomputable:
+            if node is None or node.last_used != last_used or not node.recomputable:
+                gone.append(uid)
+                continue
+            if node.restoring or node in pinned:
+                gone.append(uid)
+                continue
+            if kept is None and (node.leases or node in read):
+                kept = self._kept(reads)
+            pages = self._pages(node, kept.get(node, NO_PAGES) if kept else NO_PAGES)
+            if not pages:
                 gone.append(uid)
                 continue
             owned[node] = pages
