@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from scripted_text import text_engine
 
 from dagengine import LLM, BulkItem, DagError
 from dagengine.bulk import order_queries
+from dagengine.query_run import QueryRun
 from dagengine_core_graph.query import Retrieve, cross, g, plus, retrieve, user
 
 OPTIONS: dict[str, Any] = {"max_tokens": 3, "seed": 1}
@@ -88,6 +89,66 @@ def test_an_error_is_one_querys_own(llm: LLM) -> None:
     assert [result is None for result in found.results] == [False, True, False, True, False, True]
 
 
+class Watched(QueryRun):
+    """Tells which runs are under way, and how many pages their fragments take together."""
+
+    under_way: ClassVar[list[QueryRun]] = []
+    most: ClassVar[list[tuple[int, int]]] = []
+
+    def __init__(self, llm: LLM, queries: Any, *rest: Any, **options: Any) -> None:
+        super().__init__(llm, queries, *rest, **options)
+        self.ids = {ids for query in queries for ids, _ in query.fragments.values()}
+        self.under_way.append(self)
+        size = llm.engine.ask(lambda core: core.store.page_size)
+        together = set[tuple[int, ...]]().union(*(run.ids for run in self.under_way))
+        self.most.append((len(self.under_way), sum(-(-len(ids) // size) for ids in together)))
+
+    def finish(self) -> Any:
+        found = super().finish()
+        self.under_way.remove(self)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("window", "budget", "at_once"), [(5, 200, 2), (5, 16, 2), (1, 200, 1), (40, 200, 1)]
+)
+def test_two_windows_run_at_once_within_the_budget_and_share_what_they_compute(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, window: int, budget: int, at_once: int
+) -> None:
+    queries = corpus(random.Random(5), 40)
+    monkeypatch.setattr("dagengine.bulk.QueryRun", Watched)
+    Watched.most.clear()
+    found = llm.query_bulk(queries, window=window, budget_pages=budget, **OPTIONS)
+    distinct = {text for query in queries for text in map(str, query.input.children[0].children)}
+    assert not found.errors and found.fragments.computed == len(distinct)
+    assert max(runs for runs, _ in Watched.most) == at_once and not Watched.under_way
+    assert max(pages for _, pages in Watched.most) <= budget
+
+
+def test_a_refusal_in_one_window_harms_no_other_window(llm: LLM) -> None:
+    queries = [asking(number, number % 3) for number in range(12)]
+    queries[5] = g(cross(plus("piece 1"), "say"), max_tokens=9999)
+    found = llm.query_bulk(queries, order="given", window=3, **OPTIONS)
+    assert list(found.errors) == [5] and found.fragments.computed == 3
+    assert found.items[5].error is not None and found.items[5].error.code == "position_overflow"
+
+
+def test_fragments_that_left_the_device_are_computed_again_and_none_is_restored(llm: LLM) -> None:
+    query = asking(1, 1, 2, 3)
+    first = llm.query(query, keep=False, **OPTIONS)
+
+    def evict(core: Any) -> int:
+        found = core.store.states()
+        return sum(core.store.evict(core.store.resolve(state.id, "")[0]) for state in found)
+
+    assert llm.engine.ask(evict) >= 3
+    again = llm.query_bulk([query, query], **OPTIONS)
+    assert [result and result.text for result in again.results] == [first.text] * 2
+    assert again.fragments.computed == 3
+    assert llm.engine.ask(lambda core: core.stats.restored_tokens) == 0
+    assert llm.engine.ask(lambda core: len(core.store.states())) == len(llm.fragments) == 3
+
+
 class Broken:
     """A retriever that finds for every corpus but the one that says how it breaks."""
 
@@ -120,7 +181,7 @@ def interrupt(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("window", [1, 64])
+@pytest.mark.parametrize("window", [1, 2, 64])
 @pytest.mark.parametrize("kind", [ValueError, DagError, KeyboardInterrupt])
 def test_an_on_item_that_raises_ends_the_call_and_leaves_no_state(
     llm: LLM, window: int, kind: type[BaseException]

@@ -412,3 +412,45 @@ def test_the_one_tier_takes_nothing_and_says_so() -> None:
     with pytest.raises(KVStoreError, match=message) as caught:
         NoTransfer().submit(Copy("store", ((0, 0),)))
     assert (caught.value.code, caught.value.field) == ("capacity", "pages")
+
+
+class Counting(LeastRecentlyUsed):
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def order(self, candidates: Sequence[Candidate]) -> Sequence[int]:
+        self.num_asked += 1
+        return super().order(candidates)
+
+
+def test_one_tiers_policy_is_asked_once_for_many_who_need_room() -> None:
+    policy = Counting()
+    store = make_store(num_pages=12, eviction=policy)
+    nodes = [write(store, [number] * 5) for number in range(6)]
+    for _ in range(2):
+        writer_of(store, 2)
+    assert tiers(store, *nodes) == ["nowhere"] * 2 + ["device"] * 4 and policy.num_asked == 1
+    lease = store.lease([read(nodes[2])])
+    writer_of(store, 2)
+    assert tiers(store, *nodes[2:]) == ["device", "nowhere", "device", "device"] and policy.num_asked == 1
+    lease.release()
+    writer_of(store, 2)
+    assert tiers(store, *nodes[2:]) == ["device", "nowhere", "nowhere", "device"] and policy.num_asked == 2
+    with pytest.raises(OutOfPages):
+        writer_of(store, 5)
+    writer_of(store, 4)
+    assert tiers(store, *nodes) == ["nowhere"] * 6
+    store.check()
+
+
+def test_pinned_and_released_nodes_change_who_makes_room() -> None:
+    store = make_store(num_pages=8)
+    nodes = [write(store, [number] * 5) for number in range(4)]
+    writer_of(store, 2)
+    pinned = store.name(nodes[1], name="kept", pin=True)
+    writer_of(store, 2)
+    assert tiers(store, *nodes) == ["nowhere", "device", "nowhere", "device"]
+    store.unpin(pinned)
+    writer_of(store, 2)
+    assert tiers(store, *nodes) == ["nowhere", "nowhere", "nowhere", "device"]
+    store.check()

@@ -5,16 +5,24 @@ least recent use, the next query is always the one of which most fragment tokens
 there, the one whose fragments are wanted most by others; of equal ones the first given. The order changes nothing but
 what is found in the cache.
 
-Windows: neighbours run together as one submission, in which an equal fragment is one node for all of them, while their
-fragments fit the budget. The next window begins when the one before has ended.
+Windows: neighbours run together as one submission, in which an equal fragment is one node for all of them. Two windows
+run at once, so that steps stay full while the first of them ends and its results are made; together their fragments fit
+the budget. Windows of one query run one after the other.
+
+    window 1   fragments ── judges ── results
+    window 2            fragments ── judges ── results         begins once the fragments that it shares with window 1
+    window 3                     fragments ── judges ..        are there, and when the one before that has ended
+
+In a window fragments that the next one shares are computed first.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from dagengine_core_graph.query import Query
@@ -22,7 +30,7 @@ from dagengine_core_graph.query import Query
 from .errors import DagError
 from .queries import EncodedQuery, QueryOptions, fragment_keys
 from .query_results import QueryResult, QueryTokens
-from .query_run import result_of, run_queries
+from .query_run import QueryRun, result_of
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -84,7 +92,7 @@ def run_bulk(
     Args:
         order: `locality`, or `given`.
         budget_pages: KV pages that fragments may take; None is half of the pool.
-        window: most queries that run together.
+        window: most queries of one submission; two run at once, unless it is 1.
         on_item: called with each query once it has ended, in the order in which they end. If it raises, nothing more
             runs.
         options: as of `LLM.query`; `keep` is False unless given.
@@ -148,10 +156,10 @@ def _run_all(
     ordered = list(encoded)
     if order == "locality":
         ordered = [ordered[place] for place in order_queries(list(wanted.values()), budget)]
-    reads = computed = 0
-    for chosen in _windows(ordered, wanted, budget, window):
-        reads += sum(len(wanted[index]) for index in chosen)
-        computed += _run_window(llm, chosen, encoded, settings, end)
+    reads = sum(len(found) for found in wanted.values())
+    room = budget if window == 1 else max(1, budget // 2)
+    windows = list(_windows(ordered, wanted, room, window))
+    computed = _Windows(llm, encoded, wanted, settings, end).run(windows, None if window == 1 else budget)
     results = [item.result for item in items.values() if item.result is not None]
     tokens = QueryTokens(
         sum(result.tokens.input for result in results), sum(result.tokens.computed for result in results)
@@ -223,32 +231,84 @@ def _windows(
         yield chosen
 
 
-def _run_window(
-    llm: LLM,
-    chosen: Sequence[int],
-    encoded: Mapping[int, EncodedQuery],
-    settings: QueryOptions,
-    end: Callable[..., None],
-) -> int:
-    """Run neighbours; returns how many fragments had to be computed.
+@dataclass(frozen=True)
+class _Window:
+    """Neighbours that run, and the pages of their fragments."""
 
-    A query whose requests are refused as they stand would refuse the submission: it ends alone, and the others run.
+    chosen: Sequence[int]
+    pages: Mapping[Any, int]
+    run: QueryRun
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Runs windows of queries, two at once.
+
+    Attributes:
+        end: called with the queries of a window that has ended.
     """
-    try:
-        job, found, facts = run_queries(llm, [encoded[index] for index in chosen], settings)
-    except DagError as error:
-        if len(chosen) == 1:
-            end(BulkItem(chosen[0], None, error))
-            return 0
-        return sum(_run_window(llm, [index], encoded, settings, end) for index in chosen)
-    ended: list[BulkItem] = []
-    for place, index in enumerate(chosen):
+
+    llm: LLM
+    encoded: Mapping[int, EncodedQuery]
+    wanted: Mapping[int, Mapping[Any, int]]
+    settings: QueryOptions
+    end: Callable[..., None]
+
+    def run(self, windows: Sequence[Sequence[int]], budget: int | None) -> int:
+        """Run all in this order, two at once while their fragments fit the budget; one at a time without it.
+
+        Returns: how many fragments had to be computed.
+        """
+        computed, running = 0, list[_Window]()
         try:
-            ended.append(BulkItem(index, result_of(llm.engine, job, place, found, facts), None))
-        except DagError as error:
-            ended.append(BulkItem(index, None, _alone(error)))
-    end(*ended)
-    return len(job.fragments)
+            for chosen, behind in zip_longest(windows, windows[1:], fillvalue=()):
+                pages = self._pages(chosen)
+                soon = pages.keys() & self._pages(behind).keys()
+                if running and budget is not None and sum({**running[0].pages, **pages}.values()) <= budget:
+                    running[0].run.keep(running[0].pages.keys() & pages.keys())
+                else:
+                    computed += self._end_first(running)
+                queries = [self.encoded[index] for index in chosen]
+                try:
+                    run = QueryRun(self.llm, queries, self.settings, first=soon)
+                except DagError as error:
+                    computed += self._end_first(running) + self._one_by_one(chosen, error)
+                    continue
+                running.append(_Window(chosen, pages, run))
+                if len(running) > 1:
+                    computed += self._end_first(running)
+            return computed + self._end_first(running)
+        except BaseException:
+            for window in running:
+                window.run.cancel()
+            raise
+
+    def _pages(self, chosen: Iterable[int]) -> dict[Any, int]:
+        return {key: pages for index in chosen for key, pages in self.wanted[index].items()}
+
+    def _end_first(self, running: list[_Window]) -> int:
+        """Wait for the first of those that run, if there are any. Returns how many fragments it computed."""
+        if not running:
+            return 0
+        run, chosen = running[0].run, running[0].chosen
+        found = run.finish()
+        del running[0]
+        ended: list[BulkItem] = []
+        for place, index in enumerate(chosen):
+            try:
+                result = result_of(self.llm.engine, run.job, place, found, run.facts)
+                ended.append(BulkItem(index, result, None))
+            except DagError as error:
+                ended.append(BulkItem(index, None, _alone(error)))
+        self.end(*ended)
+        return len(run.job.fragments)
+
+    def _one_by_one(self, chosen: Sequence[int], refusal: DagError) -> int:
+        """A query whose requests are refused as they stand refuses the submission: it ends alone, the others run."""
+        if len(chosen) == 1:
+            self.end(BulkItem(chosen[0], None, refusal))
+            return 0
+        return sum(self.run([[index]], None) for index in chosen)
 
 
 def _alone(error: DagError) -> DagError:

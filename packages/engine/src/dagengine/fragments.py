@@ -1,7 +1,9 @@
 """Fragments: states of inputs that read nothing, kept to be read by later queries, and found by what they hold.
 
 A fragment is known by its tokens, its backend and its tenant's salt; two tenants never meet. Which are kept is decided
-here: at most so many, each for so long after its last use. Their pages are evicted and brought back as any state's.
+here: at most so many, each for so long after its last use. Their pages are evicted as any state's. One that was evicted
+and is nowhere is let go of: it is computed as an input again, in one step with others, where a state would be restored
+for its first reader alone.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from dagengine_kvstore import KVStoreError
+from dagengine_kvstore import KVStoreError, Read
 
 from .core import EngineCore
 from .errors import DagError
@@ -50,7 +52,10 @@ class FragmentStates:
         return len(self._kept)
 
     def take(self, core: EngineCore, keys: Iterable[FragmentKey]) -> dict[FragmentKey, str]:
-        """New handles on those of the fragments that are kept, for one submission; the caller releases them."""
+        """New handles on those of the fragments that are kept, for one submission; the caller releases them.
+
+        That is a use of them: others are evicted first.
+        """
         taken: dict[FragmentKey, str] = {}
         for key in keys:
             state = self._kept.get(key)
@@ -58,6 +63,9 @@ class FragmentStates:
                 continue
             try:
                 node, _ = core.store.resolve(state, key.salt)
+                if not core.preparer.is_there(Read(node, 0, node.length)):
+                    _release(core, self._kept.pop(key))
+                    continue
                 taken[key] = core.store.name(node, salt=key.salt, name="fragment", ttl_s=self.ttl_s)
                 core.store.retain(state, self.ttl_s)
             except KVStoreError:  # it was released, or its time was over

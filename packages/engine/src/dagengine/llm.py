@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +18,7 @@ from dagengine_core_graph.query import MAX_TOKENS, FindFragments, Query, user
 from .async_engine import EngineThread
 from .build import build_core
 from .bulk import BulkResult, run_bulk
-from .calls import Call, Prompt, Prompts, keep_of, listed, release_states, sampling_params
+from .calls import Call, Prompt, Prompts, keep_of, listed, sampling_params
 from .config import EngineConfig
 from .core import EngineCore
 from .errors import DagError, as_dag_error, shown
@@ -34,6 +33,7 @@ from .query_run import OnText, result_of, run_queries, texts_of
 from .request import Event, FinishedEvent, Keep, Request
 from .sampling import SamplingParams
 from .state import ContextItem, context_refs
+from .submitted import Submitted
 
 
 class LLM:
@@ -300,31 +300,7 @@ class LLM:
 
         An interrupt while it waits cancels what has not finished and releases the states of what has.
         """
-        finished: dict[str, FinishedEvent] = {}
-        done: SimpleQueue[None] = SimpleQueue()
-
-        def collect(event: Event) -> None:
-            if on_event is not None:
-                on_event(event)
-            if isinstance(event, FinishedEvent):
-                finished[event.request_id] = event
-                if len(finished) == len(requests):
-                    done.put(None)
-
-        def give_up(core: EngineCore) -> None:
-            for request in requests:
-                core.abort(request.id)
-            for event in finished.values():
-                release_states(self.engine, event)
-
-        if requests:
-            try:
-                self.engine.ask(self.engine.accepting(requests, collect))
-                done.get()
-            except BaseException:
-                self.engine.post(give_up)
-                raise
-        return [finished[request.id] for request in requests]
+        return Submitted(self.engine, requests, on_event).wait()
 
     def close(self) -> None:
         """Cancel what runs and stop the engine; states end with it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dagengine_core_graph import Artifact, GraphError
@@ -240,6 +240,7 @@ def query_job(
     kept: Mapping[FragmentKey, str] | None = None,
     *,
     seeds: Sequence[Mapping[str, int]] | None = None,
+    first: Collection[FragmentKey] = (),
     prepare_only: bool = False,
 ) -> QueryJob:
     """The requests of queries that run together.
@@ -247,12 +248,15 @@ def query_job(
     Args:
         kept: states of fragments that are there already.
         seeds: per query, seeds of calls by node id, in place of what else would decide them.
+        first: fragments that are computed before all others.
         prepare_only: leave out calls and what reads them; everything else is kept as a fragment's states are.
 
     Raises:
         DagError: sampling parameters, with the path of the call.
     """
     builder = _Builder(queries, options, kept or {}, seeds or [{}] * len(queries), prepare_only)
+    if first:
+        builder.begin_with(first)
     for index in range(len(queries)):
         builder.add(index)
     return builder.job()
@@ -313,6 +317,13 @@ class _Builder:
 
     def __post_init__(self) -> None:
         self.submission = new_request_id()
+
+    def begin_with(self, first: Collection[FragmentKey]) -> None:
+        for query in self.queries:
+            for node in query.lowered.nodes:
+                ids, slot = query.fragments.get(node.id, ((), 0))
+                if ids and slot == 0 and FragmentKey(ids, self.options.backend, self.options.salt) in first:
+                    self.fragment(query, node)
 
     def add(self, index: int) -> None:
         query = self.queries[index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from .fragments import FragmentKey, FragmentStates
 from .queries import EncodedQuery, QueryJob, QueryOptions, fragment_keys, locate_refusal, query_job
 from .query_results import QueryResult, outcome_of, query_result
 from .request import Event, FinishedEvent, TokenEvent
+from .submitted import Submitted
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -57,6 +58,65 @@ async def take(engine: EngineThread, fragments: FragmentStates, keys: Sequence[F
         raise
 
 
+class QueryRun:
+    """Queries that run as one submission, from its acceptance until `finish` or `cancel`.
+
+    Args:
+        seeds, first: as of `query_job`.
+
+    Attributes:
+        job: what was submitted.
+        facts: of the engine.
+
+    Raises:
+        DagError: the submission was refused as a whole.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        queries: Sequence[EncodedQuery],
+        options: QueryOptions,
+        *,
+        seeds: Sequence[Mapping[str, int]] | None = None,
+        first: Collection[FragmentKey] = (),
+        on_event: Callable[[QueryJob, Event], None] | None = None,
+    ) -> None:
+        engine = llm.engine
+        taken = engine.ask(taking(llm.fragments, fragment_keys(queries, options)))
+        try:
+            job = query_job(queries, options, taken.states, seeds=seeds, first=first)
+            forward = None if on_event is None else (lambda event: on_event(job, event))
+            try:
+                self._submitted = Submitted(engine, job.requests, forward)
+            except DagError as error:
+                raise engine.ask(partial(locate_refusal, job=job, error=error)) from None
+        finally:
+            taken.release(engine)
+        self.job, self.facts, self._llm = job, taken.facts, llm
+        self._kept: set[str] = set()
+
+    def keep(self, keys: Collection[FragmentKey]) -> None:
+        """Wait for those of the fragments that are computed here, and keep them for whoever comes next."""
+        names = [name for name, key in self.job.fragments.items() if key in keys and name not in self._kept]
+        self._keep(self._submitted.wait(names))
+
+    def finish(self) -> dict[str, FinishedEvent]:
+        """Wait for all; the terminal events by request id. What is left of the fragments is kept."""
+        events = self._submitted.wait()
+        self._keep([event for event in events if event.request_id not in self._kept])
+        return {event.request_id: event for event in events}
+
+    def cancel(self) -> None:
+        """End what has not finished, and release what nobody has taken over. Does not wait."""
+        self._submitted.cancel()
+
+    def _keep(self, events: Sequence[FinishedEvent]) -> None:
+        states, fragments = self.job.states(events), self._llm.fragments
+        self._kept.update(event.request_id for event in events)
+        self._llm.engine.post(lambda core: fragments.keep(core, states))
+
+
 def run_queries(
     llm: LLM,
     queries: Sequence[EncodedQuery],
@@ -70,20 +130,9 @@ def run_queries(
     Raises:
         DagError: the submission was refused as a whole.
     """
-    engine = llm.engine
-    taken = engine.ask(taking(llm.fragments, fragment_keys(queries, options)))
-    try:
-        job = query_job(queries, options, taken.states, seeds=seeds)
-        forward = None if on_event is None else (lambda event: on_event(job, event))
-        try:
-            events = llm.run(job.requests, forward)
-        except DagError as error:
-            raise engine.ask(partial(locate_refusal, job=job, error=error)) from None
-    finally:
-        taken.release(engine)
-    states = job.states(events)
-    engine.post(lambda core: llm.fragments.keep(core, states))
-    return job, {event.request_id: event for event in events}, taken.facts
+    run = QueryRun(llm, queries, options, seeds=seeds, on_event=on_event)
+    found = run.finish()
+    return run.job, found, run.facts
 
 
 def result_of(

@@ -7,7 +7,7 @@ by that one's id. The records of those belong beside it. Without its `inputs` a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, Final
 
 import torch
@@ -107,7 +107,7 @@ def sampling_options(params: SamplingParams) -> dict[str, Any]:
 
 
 def _reference(ref: ContextRef) -> dict[str, Any]:
-    named = {name: value for name, value in asdict(ref).items() if value is not None}
+    named = {field.name: value for field in fields(ref) if (value := getattr(ref, field.name)) is not None}
     if isinstance(ref.span, tuple):
         named["span"] = list(ref.span)
     return named

@@ -31,6 +31,7 @@ class Books:
     """
     Attributes:
         pressure: finds pages when there are too few; set by who makes the books, since each needs the other.
+        releases: counts what may let more pages leave the device than before, or others first.
     """
 
     pressure: Pressure
@@ -59,6 +60,7 @@ class Books:
         self.tokens_written = 0
         self.tokens_reused = 0
         self.tokens_recalled = 0
+        self.releases = 0
         self.evictions = 0
         self.host_evictions = 0
         self._nodes: weakref.WeakValueDictionary[int, NodeRecord] = weakref.WeakValueDictionary()
@@ -68,6 +70,10 @@ class Books:
     def nodes(self) -> list[NodeRecord]:
         """All nodes that somebody can still reach, oldest first."""
         return sorted(self._nodes.values(), key=lambda node: node.uid)
+
+    def node(self, uid: int) -> NodeRecord | None:
+        """The node of this number, if somebody can still reach it."""
+        return self._nodes.get(uid)
 
     def add_node(self, node: NodeRecord) -> None:
         self._nodes[node.uid] = node
@@ -169,6 +175,7 @@ class Books:
         self.holds.release(hold)
 
     def seal(self, writer: Writer, spans: Mapping[str, tuple[int, int]]) -> None:
+        self.releases += 1
         node = writer.node
         del self.writers[node]
         node.status = NodeStatus.SEALED
@@ -213,11 +220,13 @@ class Books:
         self._end_restore(writer, "restore_aborted")
 
     def end_handle(self, handle: Handle, kind: str) -> None:
+        self.releases += 1
         self.handles.remove(handle)
         self.note(kind, handle.node, handle=handle.id)
         self.holds.release(handle.hold)
 
     def end_lease(self, lease: Lease) -> None:
+        self.releases += 1
         del self.leases[lease]
         for read, run in zip(lease.reads, lease.pages, strict=True):
             read.node.leases -= 1
@@ -225,6 +234,7 @@ class Books:
                 self.pool.drop(page)
 
     def _end_restore(self, writer: RestoreWriter, kind: str) -> None:
+        self.releases += 1
         del self.restores[writer.node]
         writer.node.restoring = False
         self.note(kind, writer.node)

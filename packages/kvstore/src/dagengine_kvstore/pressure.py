@@ -9,6 +9,9 @@ themselves are `transfers.py`'s.
 
 What can be dropped at once goes first, in the policy's order. Only if that is not enough are stores started, as many
 pages as are short, and no more before these have ended: whoever needs the pages waits.
+
+Where there is one tier, the order stands until more may be dropped than before (`Books.releases`): a step that admits
+many asks the policy once. Whoever was used meanwhile comes after all others.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 NextUseOf = Callable[[NodeRecord], int | None]
 Pages = dict[NodeRecord, list[int]]
+NO_PAGES: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,14 @@ class Plan:
 
     drop: Pages
     store: Pages
+
+
+@dataclass(slots=True)
+class _Ranking:
+    """The policy's order, when the books had counted so many releases: uids, and when each had been used last."""
+
+    releases: int
+    last_used: dict[int, int]
 
 
 class Pressure:
@@ -70,6 +82,7 @@ class Pressure:
         self._costs = costs
         self._next_use = next_use
         self._write_back = write_back
+        self._ranking = _Ranking(-1, {})
 
     @property
     def tickets(self) -> tuple[Ticket, ...]:
@@ -101,6 +114,8 @@ class Pressure:
         short = count - unused
         if short <= 0:
             return
+        if evict and restoring is None and self._drop_ranked(reads, short):
+            return
         refused: set[NodeRecord] = set()
         while evict:
             plan = self.plan(reads=reads, refused=refused)
@@ -108,7 +123,7 @@ class Pressure:
                 begin = len(self._books.restores[restoring].pages)
                 pages = self._pages(restoring, self._kept(reads).get(restoring, set()), begin)
                 plan.drop.update({restoring: pages} if pages else {})
-            chosen = self._choose(plan.drop, pool.refs, short)
+            chosen = self._choose(plan.drop, pool.refs, short, keep_order=restoring is None)
             if chosen is not None:
                 for node in chosen:
                     self._books.evict(node, plan.drop[node])
@@ -119,6 +134,42 @@ class Pressure:
                 break
             refused |= in_vain
         raise OutOfPages(count, unused, pool.num_waiting, self._transfers.tickets.num_pages("store"))
+
+    def _drop_ranked(self, reads: Iterable[Read], short: int) -> bool:
+        """Drop `short` pages by the order that stands. False, and nothing is dropped, if that is not enough."""
+        books, ranking = self._books, self._ranking
+        if ranking.releases != books.releases or self._transfers.is_usable:
+            return False
+        pinned, read = books.pinned(), {read.node for read in reads}
+        kept: dict[NodeRecord, set[int]] | None = None
+        owned: dict[NodeRecord, list[int]] = {}
+        gone: list[int] = []
+        unshared = 0
+        for uid, last_used in ranking.last_used.items():
+            node = books.node(uid)
+            if node is None or node.last_used != last_used or not node.recomputable:
+                gone.append(uid)
+                continue
+            if node.restoring or node in pinned:
+                gone.append(uid)
+                continue
+            if kept is None and (node.leases or node in read):
+                kept = self._kept(reads)
+            pages = self._pages(node, kept.get(node, NO_PAGES) if kept else NO_PAGES)
+            if not pages:
+                gone.append(uid)
+                continue
+            owned[node] = pages
+            unshared += sum(books.pool.refs[page] == 1 for page in pages)
+            if unshared >= short:
+                break
+        by_uid = {node.uid: node for node in owned}
+        chosen = choose(list(by_uid), _by_uid(owned), books.pool.refs, short)
+        for uid in (*gone, *(chosen or ())):
+            del ranking.last_used[uid]
+        for uid in chosen or ():
+            books.evict(by_uid[uid], owned[by_uid[uid]])
+        return chosen is not None
 
     def num_droppable(self, exclude: Collection[NodeRecord], reads: Iterable[Read]) -> int:
         """Pages that evicting would free now."""
@@ -168,6 +219,7 @@ class Pressure:
 
     def pump(self) -> None:
         """Go on with what was asked for, and store ahead what will have to go next."""
+        self._books.releases += 1
         self.claims.pump()
         for node in tuple(self.offloading):
             self._continue_offload(node)
@@ -329,7 +381,7 @@ class Pressure:
         for node in books.nodes():
             if not node.sealed or node.restoring or node in exclude or node in pinned:
                 continue
-            pages = self._pages(node, kept.get(node, set()))
+            pages = self._pages(node, kept.get(node, NO_PAGES))
             if pages:
                 found[node] = pages
         return found
@@ -342,7 +394,7 @@ class Pressure:
             kept.setdefault(read.node, set()).update(books.holds.page_range(read.start, read.stop))
         return kept
 
-    def _pages(self, node: NodeRecord, kept: set[int], begin: int = 0) -> list[int]:
+    def _pages(self, node: NodeRecord, kept: Collection[int], begin: int = 0) -> list[int]:
         """The node's device pages from index `begin` on that may leave now, but for those in `kept`."""
         pool, claimed = self._books.pool, self.claims[node]
         return [
@@ -368,10 +420,14 @@ class Pressure:
                     found[node] = pages
         return found
 
-    def _choose(self, pages: Pages, refs: Sequence[int], short: int) -> list[NodeRecord] | None:
+    def _choose(
+        self, pages: Pages, refs: Sequence[int], short: int, *, keep_order: bool
+    ) -> list[NodeRecord] | None:
         by_uid = {node.uid: node for node in pages}
-        order = [node.uid for node in self._order(pages)]
-        chosen = choose(order, _by_uid(pages), refs, short)
+        ordered = self._order(pages)
+        if keep_order:
+            self._ranking = _Ranking(self._books.releases, {node.uid: node.last_used for node in ordered})
+        chosen = choose([node.uid for node in ordered], _by_uid(pages), refs, short)
         return None if chosen is None else [by_uid[uid] for uid in chosen]
 
     def _order(self, pages: Pages) -> list[NodeRecord]:

@@ -246,6 +246,7 @@ class KVStore:
     def unpin(self, handle_id: str, *, salt: str | None = None) -> None:
         """Undo `pin`; a time to live that is over ends the handle now. Raises as `release`."""
         self._books.handles.set_pinned(self._handle(handle_id, salt), False)
+        self._books.releases += 1
         self.expire()
 
     def expire(self) -> None:
@@ -497,6 +498,7 @@ class KVStore:
 
     def end_step(self, fence: int) -> None:
         """The step is done on the device. Raises KVStoreError `unknown_fence`, also the second time."""
+        self._books.releases += 1
         self._books.pool.end_fence(fence)
 
     def set_aside(self, fence: int, pages: Iterable[int]) -> None:

@@ -58,7 +58,9 @@ def bulk(
         ),
     ] = None,
     answer: Annotated[int, typer.Option(min=1, help="tokens of an answer")] = 1,
-    window: Annotated[int, typer.Option(min=1, help="most queries at once, both ways")] = 64,
+    window: Annotated[
+        int, typer.Option(min=1, help="most plain prompts at once, and most queries of a window")
+    ] = 64,
     pool_share: Annotated[
         float | None,
         typer.Option(

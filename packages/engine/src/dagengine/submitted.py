@@ -1,0 +1,84 @@
+"""Requests that were submitted as one group, and a thread that waits for them. Knows events by request; not what they
+say.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from .async_engine import EngineThread
+from .calls import release_states
+from .core import EngineCore
+from .request import Event, FinishedEvent, Request
+
+
+class Submitted:
+    """A group from its acceptance on. One thread waits.
+
+    Args:
+        on_event: called with every event, on the engine's thread.
+
+    Raises:
+        DagError: the group was refused.
+    """
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        requests: Sequence[Request],
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        self._engine, self._ids, self._on_event = engine, [request.id for request in requests], on_event
+        self._finished: dict[str, FinishedEvent] = {}
+        self._taken: set[str] = set()
+        self._awaited: set[str] = set()
+        self._lock, self._come = threading.Lock(), SimpleQueue[None]()
+        if requests:
+            try:
+                engine.ask(engine.accepting(requests, self._collect))
+            except BaseException:
+                self.cancel()
+                raise
+
+    def wait(self, request_ids: Sequence[str] | None = None) -> list[FinishedEvent]:
+        """The terminal events of these requests, or of all, in order. From here on their states are the caller's.
+
+        An interrupt cancels the group.
+        """
+        wanted = self._ids if request_ids is None else request_ids
+        with self._lock:
+            self._awaited = {name for name in wanted if name not in self._finished}
+            waits = bool(self._awaited)
+        try:
+            if waits:
+                self._come.get()
+        except BaseException:
+            self.cancel()
+            raise
+        self._taken.update(wanted)
+        return [self._finished[name] for name in wanted]
+
+    def cancel(self) -> None:
+        """Cancel what has not finished, and release the states of what has and nobody waited for. Does not wait."""
+
+        def give_up(core: EngineCore) -> None:
+            for name in self._ids:
+                core.abort(name)
+            for name, event in self._finished.items():
+                if name not in self._taken:
+                    release_states(self._engine, event)
+
+        self._engine.post(give_up)
+
+    def _collect(self, event: Event) -> None:
+        if self._on_event is not None:
+            self._on_event(event)
+        if isinstance(event, FinishedEvent):
+            with self._lock:
+                self._finished[event.request_id] = event
+                if event.request_id in self._awaited:
+                    self._awaited.remove(event.request_id)
+                    if not self._awaited:
+                        self._come.put(None)
