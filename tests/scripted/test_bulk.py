@@ -160,11 +160,12 @@ class Broken:
             raise DagError("unsupported", "not here", "retrieve.corpus")
         if how == "yields":
             return (1 / 0 for _ in range(3))
-        return {"returns": None, "lists": ["one", 2]}.get(how, ["one", "two"])
+        wrong = {"returns": None, "lists": ["one", 2], "text": "one text", "maps": {"one": "two"}}
+        return wrong.get(how, ["one", "two"])
 
 
 def test_whatever_a_retriever_raises_is_its_querys_own(llm: LLM) -> None:
-    hows = ("fine", "raises", "refuses", "yields", "returns", "lists", "fine too")
+    hows = ("fine", "raises", "refuses", "yields", "returns", "lists", "text", "maps", "fine too")
     queries = [g(cross(retrieve(how, user("which?")), "say")) for how in hows]
     found = llm.query_bulk(queries, retriever=Broken(), **OPTIONS)
     assert [item.result is not None for item in found.items] == [how.startswith("fine") for how in hows]
@@ -202,6 +203,13 @@ def test_an_on_item_that_raises_ends_the_call_and_leaves_no_state(
     assert len(ended) == 2 and all(item.result is not None for item in ended)
     num_kept = llm.engine.ask(lambda core: len(core.store.states()))
     assert num_kept == len(llm.fragments), "only fragments are kept"
+
+
+def test_an_on_item_that_cannot_be_called_is_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(DagError) as error:
+        llm.query_bulk([asking(0, 1)], on_item="print", **OPTIONS)
+    assert (error.value.code, error.value.field) == ("invalid_request", "on_item")
+    assert error.value.__cause__ is None, "no query has ended yet"
 
 
 def test_the_greedy_order_misses_less_than_the_given_one() -> None:

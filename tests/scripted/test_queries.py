@@ -246,10 +246,10 @@ def test_fragments_are_found_within_one_salt_only(llm: LLM) -> None:
     first, other, again = ask(), ask(cache_salt="other"), ask(cache_salt="other")
     assert first.tokens.reused == other.tokens.reused == 0 and again.tokens.reused > 0
     assert first.text == other.text == again.text
-    for wrong in ("", 7):
+    for wrong in ("", 7, "\ud800"):
         with pytest.raises(DagError) as error:
             ask(cache_salt=wrong)
-        assert error.value.field == "cache_salt"
+        assert (error.value.code, error.value.field) == ("invalid_request", "cache_salt")
     release_all(llm)
 
 

@@ -408,6 +408,41 @@ def test_whose_loads_never_succeed_ends_by_computing_again_or_with_an_error(
     run.clean_up()
 
 
+def test_who_reads_other_pages_than_those_whose_loads_are_lost_is_answered() -> None:
+    """Of one state that cannot be computed again: what was lost is nobody's but who reads it, resident or not."""
+    run = world(32, delay=(1, 1), confirm=0.0)
+    keep(run, "state", 4)
+    keep(run, "other", 2)
+    offload(run, "state", "other")
+    node(run, "state").recomputable = False
+    run.expected_errors = frozenset({"state_unavailable"})
+
+    def ask_for(name: str, first: int, *more: str) -> None:
+        span = (first * SIZE, (first + 2) * SIZE)
+        parts = [ContextRef(state=run.handle("state").id, mode="artifact", span=span)]
+        parts += [ContextRef(state=run.handle(state).id) for state in more]
+        run.submit(Request(name, (7, 8), GREEDY, tuple(parts)))
+        for _ in range(10):
+            run.now += run.core.store.transfer_timeout_s / 3
+            if run.core.has_work:
+                run.step()
+
+    run.transfer.lose = 1.0
+    ask_for("lost", 2)
+    run.transfer.lose = 0.0
+    ask_for("from the host", 0)
+    ask_for("resident, beside a load", 0, "other")
+    ask_for("lost again", 1)
+    for name, code in (("lost", "state_unavailable"), ("lost again", "state_unavailable")):
+        error = run.ends[name].error
+        assert error is not None and error.code == code
+    answered(run, "from the host", "resident, beside a load")
+    run.transfer.release_lost()
+    run.core.pump()
+    node(run, "state").recomputable = True
+    run.clean_up()
+
+
 def test_who_waits_prefetches_and_what_it_reads_leaves_last() -> None:
     """One runs at a time. While it does, what the second reads comes back, and stays though the third is older."""
     run = world(24, eviction="next_use")

@@ -171,7 +171,7 @@ def test_a_load_that_is_lost_leaves_what_cannot_be_computed_again_on_the_host(en
     with pytest.raises(NotResident) as caught:
         store.lease([read(node)])
     assert caught.value.loading == (node,) and caught.value.nowhere == ()
-    assert store.is_lost(node) and store.failed_loads(node) == 1
+    assert store.is_lost(read(node)) and store.failed_loads(read(node)) == 1
     balanced(store)
     if end == "reported":
         transfer.end(2)
@@ -179,7 +179,7 @@ def test_a_load_that_is_lost_leaves_what_cannot_be_computed_again_on_the_host(en
         transfer.confirms.add(2)
     store.pump()
     assert store.tier(node) is Tier.HOST and store.stats().tickets_lost == 0
-    assert not store.is_lost(node)
+    assert not store.is_lost(read(node))
     balanced(store)
     assert store.load(node) == 2
     transfer.end(3)
@@ -212,7 +212,7 @@ def test_loading_what_cannot_be_computed_again_is_not_given_up() -> None:
         assert store.load(node) == 2
         transfer.end(ticket, error="broken")
         assert [event.kind for event in store.pump()] == ["load_failed"]
-        assert store.tier(node) is Tier.HOST and store.failed_loads(node) == ticket - 1
+        assert store.tier(node) is Tier.HOST and store.failed_loads(read(node)) == ticket - 1
         balanced(store)
     store.load(node)
     transfer.end(6)

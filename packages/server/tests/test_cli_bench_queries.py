@@ -255,6 +255,11 @@ def test_a_made_model_with_words_takes_queries_and_no_other_texts(
         (['{"question": "q", "fragments": []}'], "fragments are needed"),
         (['{"question": "q", "fragments": ["a"]}', "{"], "line 2: a line is"),
         (['{"question": "q", "fragments": ["a"], "answer": "b"}'], "line 1: a line is"),
+        (['{"question": "q", "fragments": "two texts"}'], "line 1: a line is"),
+        (['{"question": "q", "fragments": {"a": 1}}'], "line 1: a line is"),
+        (['{"question": "q", "question": "r", "fragments": ["a"]}'], "line 1: a line is"),
+        (['{"question": "\\ud800", "fragments": ["a"]}'], "line 1: a line is"),
+        (["[" * 100_000], "line 1: a line is"),
         (
             [
                 '{"question": "q", "fragments": [{"id": "a", "text": "b"}]}',
@@ -271,6 +276,12 @@ def test_evidence_that_is_none_is_refused(lines: list[str], says: str, tmp_path:
     with pytest.raises(CommandError) as error:
         read_evidence(file)
     assert says in error.value.message and error.value.field == "evidence"
+
+
+def test_only_line_feeds_end_a_line_of_evidence(tmp_path: Path) -> None:
+    file = tmp_path / "evidence.jsonl"
+    file.write_bytes('{"question": "q", "fragments": ["a\u2028b"]}\r\n\n'.encode())
+    assert read_evidence(file).fragments == ["a\u2028b"]
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.12, 0.37, 1.0])
@@ -313,11 +324,12 @@ def test_texts_differ_and_are_as_long_as_asked() -> None:
         (["rag", "--endpoint", "http://127.0.0.1:9", "--shape", "tiny"], "shape: the server runs already"),
         (["nested", "--endpoint", "http://127.0.0.1:9", "--kv-pages", "9"], "kv_pages: the server runs"),
         (["rag", "--endpoint", "http://127.0.0.1:9", "--threads", "1"], "threads: the server runs already"),
-        (["rag", "--endpoint", "http://127.0.0.1:9"], "does not answer"),
+        (["rag", "--endpoint", "http://127.0.0.1:9"], "endpoint: http://127.0.0.1:9 does not answer"),
         (["nested", "--endpoint", "local", "--api-key", "k", "--shape", "tiny"], "api_key: a server that is"),
         (["bulk", "--shape", "tiny", "--queries", "9", "--bulk", "9"], "bulk: all, or a number from 1 below"),
         (["bulk", "--shape", "tiny", "--bulk", "some"], "bulk: all, or a number"),
         (["bulk", "--shape", "tiny", "--kv-pages", "9", "--pool-share", "1"], "pool_share: the pool's size"),
+        (["bulk", "--shape", "tiny", "--pool-share", "inf"], "pool_share: a number, not inf"),
         (["bulk", "--shape", "tiny", "--evidence", "/dev/null"], "evidence: a shape knows no words"),
         (["bulk", "--model", "m", "--evidence", "/dev/null", "--tokens", "9"], "tokens: the evidence says"),
     ],

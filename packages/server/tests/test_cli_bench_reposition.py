@@ -68,7 +68,7 @@ def test_bytes_that_change_while_documents_are_read_are_counted(
         return found
 
     monkeypatch.setattr(command, "_rows", spoiled)
-    assert main([*arguments(model_folder), "--cases", "none of them", "--json", "--check"]) == 1
+    assert main([*arguments(model_folder), "--cases", "copy, shuffled", "--json", "--check"]) == 1
     figures = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [f["value"] for f in figures if f["metric"] == "bytes moved"] == [5 * 4]
 
@@ -89,6 +89,11 @@ def test_a_wrong_result_is_told_and_not_timed(
     assert "copy, shuffled: K's error" in " ".join(told.err.replace("│", " ").split())
     named = {json.loads(line)["case"] for line in told.out.splitlines()}
     assert "tiny, plain copy" in named and "tiny, copy, shuffled" not in named
+
+
+def test_a_name_that_no_plan_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "reposition", "--shape", "tiny", "--cases", "none of them"]) == 1
+    assert "cases: no plan's name contains 'none of them'" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

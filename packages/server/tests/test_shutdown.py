@@ -11,11 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from conftest import DEADLINE_S, wait_until
+from conftest import DEADLINE_S, MODEL, make_engine, wait_until
 from sockets import RawClient
+
+from dagengine_server.app import create_app
+from dagengine_server.serving import DrainingServer, serve
+from dagengine_server.settings import ServerSettings
 
 LONG = {"prompt": "the", "max_tokens": 60, "min_tokens": 60, "temperature": 0, "stream": True}
 
@@ -127,6 +132,27 @@ def test_the_second_signal_means_now(start_process: Start) -> None:
     process.signal(signal.SIGTERM)
     assert b'"code":"draining"' in client.read_to_end()
     assert process.exit_status() == 0
+
+
+def test_a_signal_before_the_server_listens_is_not_lost(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, startup, stopping = DrainingServer.run, DrainingServer.startup, []
+
+    def signalled(server: DrainingServer, sockets: Any = None) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        run(server, sockets)
+
+    async def watched(server: DrainingServer, sockets: Any = None) -> None:
+        stopping.append(server.should_exit)
+        server.should_exit = True
+        await startup(server, sockets)
+
+    monkeypatch.setattr(DrainingServer, "run", signalled)
+    monkeypatch.setattr(DrainingServer, "startup", watched)
+    app = create_app(make_engine(model_folder), ServerSettings(served_model_name=MODEL))
+    assert serve(app, port=0, log_level="warning") == 0
+    assert stopping == [True]
 
 
 @pytest.mark.parametrize("gap_s", [0.0, 0.001, 0.01, 0.1])

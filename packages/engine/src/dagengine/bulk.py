@@ -108,6 +108,8 @@ def run_bulk(
     for name, value in (("budget_pages", budget), ("window", window)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise DagError("invalid_request", f"{name} is an integer from 1, not {value!r}", name)
+    if on_item is not None and not callable(on_item):
+        raise DagError("invalid_request", f"on_item is called, unlike {on_item!r}", "on_item")
     items: dict[int, BulkItem] = {}
 
     def end(*ended: BulkItem) -> None:

@@ -34,6 +34,7 @@ from .request import Event, FinishedEvent, Keep, Request
 from .sampling import SamplingParams
 from .state import ContextItem, context_refs
 from .submitted import Submitted
+from .tokenizer import require_unicode
 
 
 class LLM:
@@ -191,6 +192,7 @@ class LLM:
             raise DagError("invalid_request", f"a query or a text is needed, not {shown(query)}", "query")
         if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
             raise DagError("invalid_request", f"cache_salt is a text, not {shown(cache_salt)}", "cache_salt")
+        require_unicode(cache_salt or "", "cache_salt")
         checked = SamplingParams.from_mapping({"max_tokens": max_tokens, "seed": seed})
         settings = QueryOptions(
             position=self._position if position is None else position,

@@ -63,11 +63,13 @@ class Loading:
     def out_of_reach(self, owner: Sequence, reads: SequenceOf[Read]) -> bool:
         """Whether part of `reads` cannot be computed again, and loading it failed too often for `owner`, or is lost."""
         store = self._store
-        for node in dict.fromkeys(read.node for read in reads if not read.node.recomputable):
-            failed = store.failed_loads(node)
+        for read in reads:
+            if read.node.recomputable:
+                continue
+            failed = store.failed_loads(read)
             if (
-                store.is_lost(node)
-                or failed - owner.failed_loads.setdefault(node.uid, failed) >= store.max_failures
+                store.is_lost(read)
+                or failed - owner.failed_loads.setdefault(read, failed) >= store.max_failures
             ):
                 return True
         return False

@@ -12,7 +12,7 @@ The reserve is what a step needs beside weights and pages, for the largest step 
     4 T Hq (D + 1) N                                with `batch_invariant`: attention's partial sums, of N parts of 4096
                                                     tokens of `max_model_len`, where that is more than one
     768 MiB                                         captured graphs, workspaces of libraries, attention's partial sums,
-                                                    64 MiB of buffers for copies to and from a host tier
+                                                    128 MiB of buffers for copies to and from a host tier
 """
 
 from __future__ import annotations

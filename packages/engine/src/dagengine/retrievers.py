@@ -99,13 +99,16 @@ def guarded(
 ) -> Callable[[Retrieve], list[str | Fragment]]:
     """The same retriever, any failure of which is a DagError.
 
-    Raises, when it is called: DagError `internal` for an exception of the retriever, or for what is no fragment and no
-    text.
+    Raises, when it is called: DagError `internal` for an exception of the retriever, or for what is no list of
+    fragments and texts.
     """
 
     def find(query: Retrieve) -> list[str | Fragment]:
         try:
-            found = list(retriever(query))
+            returned = retriever(query)
+            if isinstance(returned, str | Mapping):
+                raise TypeError(f"it returns {shown(returned)}, which is no list")
+            found = list(returned)
         except DagError:
             raise
         except Exception as error:

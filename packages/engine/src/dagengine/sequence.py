@@ -36,7 +36,7 @@ class Sequence(Work):
         max_tokens: resolved limit of sampled tokens (0 for a node that samples nothing).
         after: another answer of the same request whose prefill this one waits for, to share its pages.
         reload: by node, whether what the host has of it is loaded for this answer, or computed again.
-        failed_loads: by node that cannot be computed again, how many loads had failed before this answer asked for it.
+        failed_loads: by read of what cannot be computed again, how many loads had failed before this answer asked.
         awaited: by node, page indices that came from the host, or were to come, before this answer ran.
         recall: whether pages of its input are on their way from a directory; None: it was not looked there yet.
         recalled: tokens that came from there.
@@ -59,7 +59,7 @@ class Sequence(Work):
     matched: int | None = None
     restored: int = 0
     reload: dict[int, bool] = field(default_factory=dict)
-    failed_loads: dict[int, int] = field(default_factory=dict)
+    failed_loads: dict[Read, int] = field(default_factory=dict)
     awaited: dict[int, set[int]] = field(default_factory=dict)
     prefetch_pages: int | None = 0
     recall: bool | None = None

@@ -72,7 +72,7 @@ class Tokenizer:
         Raises:
             DagError: `invalid_request` for text that is no Unicode (a lone surrogate).
         """
-        _require_unicode(text, "input")
+        require_unicode(text, "input")
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -124,7 +124,7 @@ class Tokenizer:
         return tuple(now.strftime(form) for form in self._times)
 
     def _encode_with_offsets(self, text: str) -> Any:
-        _require_unicode(text, "messages")
+        require_unicode(text, "messages")
         return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
     def _render_after_context(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
@@ -218,7 +218,8 @@ def _is_clock(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Name) and node.name == CLOCK
 
 
-def _require_unicode(text: str, field: str) -> None:
+def require_unicode(text: str, field: str) -> None:
+    """Raises DagError `invalid_request` for text that is no Unicode (a lone surrogate)."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -171,14 +171,16 @@ def clean_copy(node: NodeRecord, index: int) -> PageCopy | None:
     return copy if copy is not None and copy.is_clean else None
 
 
-def failed_loads(node: NodeRecord) -> int:
-    """Loads that failed or were lost, of that page of a node of which most did."""
-    return max((copy.failures for copy in node.copies if copy is not None), default=0)
+def failed_loads(node: NodeRecord, indices: range) -> int:
+    """Loads that failed or were lost, of that of these pages of a node of which most did."""
+    copies = (copy_of(node, index) for index in indices)
+    return max((copy.failures for copy in copies if copy is not None), default=0)
 
 
-def is_lost(node: NodeRecord) -> bool:
-    """Whether a page of a node is under a load that is lost, and may never end."""
-    tickets = (copy.ticket for copy in node.copies if copy is not None and copy.tier is Tier.LOADING)
+def is_lost(node: NodeRecord, indices: range) -> bool:
+    """Whether one of these pages of a node is under a load that is lost, and may never end."""
+    copies = (copy_of(node, index) for index in indices)
+    tickets = (copy.ticket for copy in copies if copy is not None and copy.tier is Tier.LOADING)
     return any(ticket is not None and ticket.lost for ticket in tickets)
 
 

@@ -396,15 +396,15 @@ class KVStore:
         """Whether what the host has of a node is to be loaded rather than computed again; False if it has nothing."""
         return self._pressure.wants_reload(node)
 
-    def failed_loads(self, node: NodeRecord) -> int:
-        """How many loads of a node's pages have failed or were lost, of the page that had most. What can be computed
-        again is given up after `max_failures`; of what cannot, whoever waits gives up by this number.
+    def failed_loads(self, read: Read) -> int:
+        """How many loads of the pages of a read have failed or were lost, of the page that had most. What can be
+        computed again is given up after `max_failures`; of what cannot, whoever waits gives up by this number.
         """
-        return failed_loads(node)
+        return failed_loads(read.node, self._books.holds.page_range(read.start, read.stop))
 
-    def is_lost(self, node: NodeRecord) -> bool:
-        """Whether a load of one of a node's pages is lost: it may never be over."""
-        return is_lost(node)
+    def is_lost(self, read: Read) -> bool:
+        """Whether a load of one of the pages of a read is lost: it may never be over."""
+        return is_lost(read.node, self._books.holds.page_range(read.start, read.stop))
 
     def poll(self) -> tuple[Event, ...]:
         """Take in the transfers that ended, and give up on those past their deadline. Returns what happened."""

@@ -63,7 +63,7 @@ def serve(
         **options,
     )
     server = DrainingServer(config, app.state.service, shutdown_timeout_s)
-    with _signals_outlasted(), short_turns():
+    with _signals_taken(server), short_turns():
         try:
             server.run()
         except SystemExit:
@@ -85,21 +85,22 @@ def short_turns() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_outlasted() -> Iterator[None]:
-    """Signals that come while the engine closes, when uvicorn has put back what it found, do not end the process."""
+def _signals_taken(server: DrainingServer) -> Iterator[None]:
+    """Signals that come before uvicorn listens to them stop the server; those that come while the engine closes, when
+    uvicorn has put back what it found, do not end the process.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    found = {number: signal.signal(number, _already) for number in (signal.SIGTERM, signal.SIGINT)}
+    found = {
+        number: signal.signal(number, server.handle_outer_signal)
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield
     finally:
         for number, handler in found.items():
             signal.signal(number, handler)
-
-
-def _already(number: int, frame: FrameType | None) -> None:
-    log.info("shutting down already")
 
 
 def _close(service: Service) -> None:
@@ -139,6 +140,13 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True
         else:
             self._loop.call_soon_threadsafe(self._stop_now if self._signals > 1 else self._begin_drain)
+
+    def handle_outer_signal(self, sig: int, frame: FrameType | None) -> None:
+        """Called in the main thread before uvicorn listens, or when it does no more."""
+        if self._loop is None:
+            self.handle_exit(sig, frame)
+        else:
+            log.info("shutting down already")
 
     def _begin_drain(self) -> None:
         self._drain = asyncio.get_running_loop().create_task(self._drained())

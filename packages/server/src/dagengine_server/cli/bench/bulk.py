@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,6 +89,8 @@ def bulk(
     given = None if evidence is None else _evidence(common, evidence, made)
     if pool_share is not None and any(name in common.given for name in POOL):
         raise CommandError("the pool's size is given; leave it out", "pool_share")
+    if pool_share is not None and not isfinite(pool_share):
+        raise CommandError(f"a number, not {pool_share}", "pool_share")
     total = len(given.questions) if given is not None else queries or QUERIES
     bulks = _bulks(bulk, total)
     say(str(common.threads))

@@ -83,7 +83,7 @@ class Endpoint:
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.model = served_model(url, api_key)
+        self.model = served_model(url, api_key, "endpoint")
         self._runner = asyncio.Runner()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx.AsyncClient(
@@ -106,7 +106,10 @@ class Endpoint:
         return self._tokens({"messages": list(messages), "add_generation_prompt": generate})
 
     def _tokens(self, body: Mapping[str, Any]) -> int:
-        return int(self._whole("POST", "/tokenize", body=body)["count"])
+        try:
+            return int(self._whole("POST", "/tokenize", body=body)["count"])
+        except (ValueError, KeyError, TypeError):
+            raise _strange() from None
 
     def prepare(self, query: Query, name: str) -> None:
         """Compute the query's fragments ahead."""
@@ -166,7 +169,11 @@ class Endpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except CommandError:
+            if error is None:  # else that says more
+                raise
 
     def _chat(self, messages: Sequence[Message], name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -194,7 +201,10 @@ class Endpoint:
             raise _silent(error) from None
         if answer.status_code != 200:
             raise _refusal(answer.status_code, answer.text)
-        return answer.json()
+        try:
+            return answer.json()
+        except ValueError:
+            raise _strange() from None
 
     def _streamed(self, path: str, params: Mapping[str, str], body: Mapping[str, Any]) -> Reply:
         return self._runner.run(self._stream(path, params, json.dumps(body).encode()))
@@ -211,10 +221,11 @@ class Endpoint:
                         _take(time.perf_counter(), json.loads(line[5:]), reply)
         except httpx.HTTPError as error:
             raise _silent(error) from None
+        except (ValueError, KeyError, TypeError):
+            raise _strange() from None
         reply.end = time.perf_counter()
         if "waited" not in reply.dag.get("timing_ms", ()):
-            message = "an answer does not say what it waited for; is it a dagengine server of this version?"
-            raise CommandError(message, "endpoint")
+            raise _strange()
         begin, end = reply.dag["spans"]["output"]
         reply.tokens = end - begin
         return reply
@@ -243,8 +254,17 @@ def _take(at: float, chunk: Mapping[str, Any], reply: Reply) -> None:
 def _answer(response: httpx.Response) -> Answer:
     if response.status_code != 200:
         raise _refusal(response.status_code, response.text)
-    found = response.json()
-    return Answer(found["choices"][0]["message"]["content"] or "", found["usage"]["completion_tokens"])
+    try:
+        found = response.json()
+        return Answer(found["choices"][0]["message"]["content"] or "", found["usage"]["completion_tokens"])
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise _strange() from None
+
+
+def _strange() -> CommandError:
+    return CommandError(
+        "an answer lacks what is needed; is it a dagengine server of this version?", "endpoint"
+    )
 
 
 def _silent(error: httpx.HTTPError) -> CommandError:

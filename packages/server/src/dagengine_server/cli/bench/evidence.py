@@ -8,7 +8,6 @@ first.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,20 +19,26 @@ Key = tuple[str, str]
 
 def read_evidence(path: Path) -> Workload:
     """Raises CommandError, naming the line, for what is no such file."""
+    from dagengine import DagError
+
+    from ...parsing import parse_json
+
     index: dict[Key, int] = {}
     texts: list[str] = []
     questions: list[str] = []
     reads: list[tuple[int, ...]] = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
-            found = json.loads(line)
+            found = parse_json(line.encode())
             question, fragments = found["question"], found["fragments"]
             if set(found) != {"question", "fragments"} or not isinstance(question, str) or not question:
                 raise TypeError
+            if not isinstance(fragments, list):
+                raise TypeError
             keyed = [_fragment(fragment) for fragment in fragments]
-        except (ValueError, KeyError, TypeError):
+        except (DagError, KeyError, TypeError):
             says = 'a line is {"question": text, "fragments": [{"id": text, "text": text} or a text, ...]}'
             raise CommandError(f"{path.name}, line {number}: {says}", "evidence") from None
         for key, text in keyed:

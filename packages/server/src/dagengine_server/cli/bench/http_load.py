@@ -56,16 +56,17 @@ class Outcome:
     error: str | None = None
 
 
-def served_model(url: str, api_key: str | None) -> str:
-    """The first model that the server lists. Raises CommandError."""
+def served_model(url: str, api_key: str | None, option: str = "url") -> str:
+    """The first model that the server lists. Raises CommandError, for the option that names the server."""
     try:
         answer = httpx.get(f"{base_url(url)}/v1/models", headers=headers(api_key), timeout=30.0)
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise CommandError(f"{url} does not answer: {error}", "url", "unavailable") from None
+        raise CommandError(f"{url} does not answer: {error}", option, "unavailable") from None
     except (ValueError, KeyError, IndexError, TypeError):
-        raise CommandError(f"{url} lists no models; is it an OpenAI-compatible server?", "url") from None
+        message = f"{url} lists no models; is it an OpenAI-compatible server?"
+        raise CommandError(message, option) from None
 
 
 def run_load(load: Load) -> tuple[list[Outcome], float]:

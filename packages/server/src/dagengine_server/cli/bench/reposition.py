@@ -89,14 +89,17 @@ def reposition(
     cases: Annotated[str, typer.Option(help="only plans of moves whose names contain this")] = "",
 ) -> None:
     """KV at other positions: read there, copied there, moved there; in tokens a millisecond, beside plain copies."""
+    from dagengine.move_cases import cases as all_cases
     from dagengine.move_trials import ArenaShape, try_moves
 
     from .probe import Probe
 
-    say(str(common.threads))
-    where = circumstances(command_line("reposition"), common.threads.count)
     page = common.page_size
     pages = documents * -(-tokens // page)
+    if not any(cases in case.name for case in all_cases(pages, page, width)):
+        raise CommandError(f"no plan's name contains {cases!r}", "cases")
+    say(str(common.threads))
+    where = circumstances(command_line("reposition"), common.threads.count)
     room = (pages + -(-tokens // page)) * page + 2 * (question + page)
     with common.folder() as model:
         say(f"loading {common.label}")
