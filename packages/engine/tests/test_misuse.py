@@ -165,7 +165,7 @@ def test_an_interrupt_cancels_what_runs_and_keeps_nothing(llm: LLM, monkeypatch:
     requests = [llm.request("short", GREEDY, keep=keep) for keep in (Keep(), None)]
     requests.append(llm.request("x", SamplingParams(max_tokens=400, ignore_eos=True), keep=Keep()))
     with monkeypatch.context() as patch:
-        patch.setattr("dagengine.llm.SimpleQueue", Interrupted)
+        patch.setattr("dagengine.submitted.SimpleQueue", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.run(requests)
     llm.engine.call(audit).result()

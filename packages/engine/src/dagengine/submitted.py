@@ -34,7 +34,8 @@ class Submitted:
         self._finished: dict[str, FinishedEvent] = {}
         self._taken: set[str] = set()
         self._awaited: set[str] = set()
-        self._lock, self._come = threading.Lock(), SimpleQueue[None]()
+        self._lock = threading.Lock()
+        self._come: SimpleQueue[None] = SimpleQueue()
         if requests:
             try:
                 engine.ask(engine.accepting(requests, self._collect))
