@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import Server, wait_until
 
 from dagengine_server.cli import main
 from dagengine_server.cli.bench import record, report
@@ -20,6 +21,7 @@ SMALL = ["--fragments", "3", "--fragment-length", "9", "--question", "4", "--dec
 SMALL += ["--answer", "12", "--streams", "2", "--readers", "3", "--shared", "20", "--repeats", "2"]
 SMALL += ["--baseline-repeats", "1", "--page-size", "4", "--threads", "1", "--no-transformers"]
 SMALL += ["--device", "cpu"]
+PROGRAM = "import sys; from dagengine_server.cli import main; sys.exit(main())"
 
 
 def test_every_part_gives_whole_figures(
@@ -128,9 +130,8 @@ def test_a_bench_that_is_told_to_end_leaves_no_files(tmp_path: Path) -> None:
         "--device",
         "cpu",
     ]
-    program = "import sys; from dagengine_server.cli import main; sys.exit(main())"
     with subprocess.Popen(
-        [sys.executable, "-c", program, *command],
+        [sys.executable, "-c", PROGRAM, *command],
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stderr=subprocess.PIPE,
         text=True,
@@ -144,6 +145,34 @@ def test_a_bench_that_is_told_to_end_leaves_no_files(tmp_path: Path) -> None:
         process.stderr.read()
     assert process.returncode == 128 + signal.SIGTERM
     assert not any(path.name.startswith("dagengine-bench-") for path in tmp_path.iterdir())
+
+
+def test_a_bench_that_is_told_to_end_leaves_no_states_on_a_server(server: Server) -> None:
+    def states() -> int:
+        found: int = server.engine.ask(lambda core: len(core.store.states()))
+        return found
+
+    command = [
+        "bench",
+        "rag",
+        "--endpoint",
+        server.url,
+        "--documents",
+        "2",
+        "--tokens",
+        "9",
+        "--question",
+        "5",
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *command, "--answer", "2", "--repeats", "100000"],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        wait_until(lambda: states() > 0)
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert states() == 0
 
 
 @pytest.mark.parametrize("objective", ["--slo-ttft", "--slo-tpot", "--slo-e2e"])

@@ -91,6 +91,11 @@ def test_a_wrong_result_is_told_and_not_timed(
     assert "tiny, plain copy" in named and "tiny, copy, shuffled" not in named
 
 
+def test_many_copies_of_long_documents_stay_within_the_models_positions(model_folder: Path) -> None:
+    sizes = ["--documents", "2", "--tokens", "200", "--question", "5", "--repeats", "9"]
+    assert main([*arguments(model_folder), *sizes, "--cases", "copy, shuffled", "--json"]) == 0
+
+
 def test_a_name_that_no_plan_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "reposition", "--shape", "tiny", "--cases", "none of them"]) == 1
     assert "cases: no plan's name contains 'none of them'" in " ".join(capsys.readouterr().err.split())

@@ -79,8 +79,8 @@ COMMON: dict[str, tuple[Any, Any]] = {
 
 
 @contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """A SIGTERM unwinds what runs, as an interrupt does, so that nothing is left in the file system."""
+def ended_in_order() -> Iterator[None]:
+    """A SIGTERM unwinds what runs, as an interrupt does, so that nothing is left in the file system or on a server."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -128,7 +128,7 @@ class Common:
         from dagengine.shapes import shape_config, write_config
 
         config = shape_config(self.shape)
-        with _ended_in_order(), tempfile.TemporaryDirectory(prefix="dagengine-bench-") as made:
+        with ended_in_order(), tempfile.TemporaryDirectory(prefix="dagengine-bench-") as made:
             yield str(write_config(Path(made) / self.shape, config))
 
     def engine(self, *, tokens: int, sequences: int = 1) -> dict[str, Any]:

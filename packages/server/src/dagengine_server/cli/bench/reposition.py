@@ -157,10 +157,11 @@ def _read_and_copy(
     )
     del before
     copying = []
+    room = probe.core.max_model_len - 2 * tokens
     for repeat in range(-1, repeats):
         source = states[repeat % documents]
         begin = time.perf_counter()
-        moved = source.reposition(tokens + 37 * (repeat + 2), copy=True)
+        moved = source.reposition(tokens + 37 * (repeat + 2) % room, copy=True)
         seconds = time.perf_counter() - begin
         moved.release()
         if repeat >= 0:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..console import CommandError, say
-from .arguments import COMMON, Common
+from .arguments import COMMON, Common, ended_in_order
 
 if TYPE_CHECKING:
     from .endpoint import Endpoint
@@ -69,7 +69,7 @@ def open_target(
 
     if is_url(target):
         refuse_engine_options(common)
-        with Endpoint(target, api_key) as endpoint:
+        with ended_in_order(), Endpoint(target, api_key) as endpoint:
             yield Target(endpoint, Path(endpoint.model).name, ("", {}))
         return
     if api_key is not None:
