@@ -164,9 +164,10 @@ def test_an_unknown_option_of_the_engine_is_refused(model_folder: Path) -> None:
     with pytest.raises(DagError) as refused:
         LLM(model_folder, page_sise=4)
     assert refused.value.field == "page_sise"
-    with pytest.raises(DagError) as refused:
-        LLM(model_folder.parent / "nowhere")
-    assert refused.value.code == "model_not_found"
+    for folder in (model_folder.parent / "nowhere", "/nowhere", "./nowhere"):
+        with pytest.raises(DagError, match="is no folder with a config") as refused:
+            LLM(folder)
+        assert refused.value.code == "model_not_found"
 
 
 def test_threads_may_call_at_once(llm: LLM) -> None:

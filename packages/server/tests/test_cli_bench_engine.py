@@ -172,6 +172,8 @@ def test_offline_runs_more_requests_than_streams_of_drawn_lengths(
         (["offline", "--engine", "sglang", "--requests", "100"], "leave it out"),
         (["offline", "--lengths", "sharegp"], "did you mean 'sharegpt'?"),
         (["serve", "--lengths", "fixd"], "did you mean 'fixed'?"),
+        (["serve", "--input-len", "16"], "input_len: --lengths sharegpt draws the lengths"),
+        (["offline", "--lengths", "sharegpt", "--output-len", "4"], "output_len: --lengths sharegpt draws"),
         (["rag", "--documents", "0"], "at least 1"),
         (["nested", "--length", "-2"], "at least 1"),
         (["branches", "--shape", "tiny", "--model", "m"], "not both"),

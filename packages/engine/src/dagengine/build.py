@@ -11,6 +11,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,7 @@ from .weights import Closing, DummySource, SafetensorsSource, WeightSource, stor
 
 log = logging.getLogger("dagengine")
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 WIDE_ROW = 2**15
 """Elements from which on torch sums a row by itself in another way than among others (its grain size)."""
 
@@ -71,7 +73,7 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     folder = Path(model)
     if (folder / "config.json").exists():
         return folder
-    if folder.exists() or str(model).count("/") != 1:
+    if folder.exists() or not HUB_ID.fullmatch(str(model)):
         raise DagError(
             "model_not_found", f"{str(model)!r} is no folder with a config.json, nor a Hub id", "model"
         )

@@ -26,8 +26,13 @@ class CommandError(Exception):
 
 
 def new_app(summary: str) -> typer.Typer:
-    """A command, or a group of them, with our settings."""
-    return typer.Typer(help=summary, add_completion=False, pretty_exceptions_enable=False)
+    """A command, or a group of them, with our settings.
+
+    No markup: it would take `[default: ...]` in a help text for a tag, and its tables cut long option names.
+    """
+    return typer.Typer(
+        help=summary, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    )
 
 
 def say(message: str) -> None:

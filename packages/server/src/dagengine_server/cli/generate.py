@@ -30,7 +30,7 @@ def generate(
             "--prompt-file", "-f", help="a file that is one prompt; repeatable; - reads standard input"
         ),
     ] = None,
-    document: Annotated[
+    context_file: Annotated[
         list[Path] | None,
         typer.Option(
             "--context-file", "-c", help="a text that every prompt reads, in the order given; repeatable"
@@ -98,7 +98,7 @@ def generate(
         n=n,
     )
     template = read_text(chat_template) if chat_template is not None else None
-    documents = [read_text(path) for path in document or ()]
+    documents = [read_text(path) for path in context_file or ()]
     with LLM(
         folder,
         position=position_policy,

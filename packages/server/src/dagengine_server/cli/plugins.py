@@ -18,8 +18,6 @@ GROUPS = (
     "dagengine.eviction_policies",
     "dagengine.transfers",
     "dagengine.retrievers",
-    "dagengine.tool_parsers",
-    "dagengine.grammars",
     "dagengine.commands",
 )
 

@@ -48,7 +48,7 @@ BARS = tuple(
 
 def branches(
     common: Common,
-    count: Annotated[
+    branches: Annotated[
         list[int] | None, typer.Option("--branches", help="how many, repeatable  [default: 16, 64, 128]")
     ] = None,
     shared: Annotated[int, typer.Option(min=1, help="tokens of the state that is forked")] = 1024,
@@ -61,7 +61,7 @@ def branches(
     """Branches of one state at once under `native`: their tokens, their throughput, and merging them."""
     from .probe import Probe
 
-    many = counts(count, BRANCHES, "branches")
+    many = counts(branches, BRANCHES, "branches")
     say(str(common.threads))
     where = circumstances(command_line("branches"), common.threads.count)
     page = common.page_size

@@ -28,7 +28,7 @@ PARTS = ("planning", "chain", "backends", "first-token", "single-stream", "strea
 def dag(
     common: Common,
     only: Annotated[list[str] | None, typer.Option(help=f"a part, repeatable: {', '.join(PARTS)}")] = None,
-    backends: Annotated[
+    backend: Annotated[
         list[str] | None,
         typer.Option(
             "--backend", help="repeatable  [default: naive, packed, segmented, fused, where they run]"
@@ -67,7 +67,7 @@ def dag(
     say(str(common.threads))
     where = circumstances(command_line("dag"), common.threads.count)
     with common.folder() as model:
-        run = _Run(common, settings, parts, backends, transformers)
+        run = _Run(common, settings, parts, backend, transformers)
         figures = run.measure(model)
     publish("dag", figures, where.on(*run.device), common.destination, BARS)
 

@@ -62,6 +62,10 @@ def served_model(url: str, api_key: str | None, option: str = "url") -> str:
         answer = httpx.get(f"{base_url(url)}/v1/models", headers=headers(api_key), timeout=30.0)
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        hint = "; name a valid key with --api-key" if status == 401 else ""
+        raise CommandError(f"{url} lists no models: status {status}{hint}", "url", "unavailable") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise CommandError(f"{url} does not answer: {error}", option, "unavailable") from None
     except (ValueError, KeyError, IndexError, TypeError):

@@ -22,6 +22,7 @@ LOWEST_ID = 100
 """Random token ids are drawn from here on: the ids below are often special."""
 
 DISTRIBUTIONS = ("sharegpt", "fixed")
+INPUT_LEN, OUTPUT_LEN = 1024, 128
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,19 @@ def fixed(count: int, input_len: int, output_len: int) -> list[Lengths]:
     return [Lengths(input_len, output_len)] * count
 
 
-def check_distribution(name: str) -> None:
-    """Raises CommandError for a name that is none of `DISTRIBUTIONS`."""
+def fixed_sizes(name: str, input_len: int | None, output_len: int | None) -> tuple[int, int]:
+    """The lengths that `fixed` takes, those not given as `INPUT_LEN` and `OUTPUT_LEN`.
+
+    Raises:
+        CommandError: a name that is none of `DISTRIBUTIONS`; lengths given beside another one than fixed.
+    """
     if name not in DISTRIBUTIONS:
         known = ", ".join(DISTRIBUTIONS)
         raise CommandError(f"one of {known}, not {name!r}{suggestion(name, DISTRIBUTIONS)}", "lengths")
+    for field, given in (("input_len", input_len), ("output_len", output_len)):
+        if given is not None and name != "fixed":
+            raise CommandError(f"--lengths {name} draws the lengths; set --lengths fixed", field)
+    return (
+        INPUT_LEN if input_len is None else input_len,
+        OUTPUT_LEN if output_len is None else output_len,
+    )

@@ -23,7 +23,7 @@ from ..console import CommandError, say, suggestion
 from . import arguments
 from .arguments import Common, counts
 from .latency import latency_figures
-from .lengths import Lengths, check_distribution, fixed, sharegpt
+from .lengths import Lengths, fixed, fixed_sizes, sharegpt
 from .peers import PEERS, Peer
 from .publish import publish
 from .record import Figure, circumstances, command_line
@@ -76,8 +76,12 @@ def offline(
         int | None, typer.Option(min=1, help="in all, per number of streams  [default: as many as streams]")
     ] = None,
     lengths: Annotated[str, typer.Option(metavar="{sharegpt,fixed}")] = "fixed",
-    input_len: Annotated[int, typer.Option(min=1, help="tokens of every prompt, with fixed lengths")] = 1024,
-    output_len: Annotated[int, typer.Option(min=2, help="tokens of every answer, with fixed lengths")] = 128,
+    input_len: Annotated[
+        int | None, typer.Option(min=1, help="tokens of every prompt, with fixed lengths  [default: 1024]")
+    ] = None,
+    output_len: Annotated[
+        int | None, typer.Option(min=2, help="tokens of every answer, with fixed lengths  [default: 128]")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     engine: Annotated[str, typer.Option(metavar="{dagengine,vllm,sglang}")] = "dagengine",
 ) -> None:
@@ -86,7 +90,7 @@ def offline(
         raise CommandError(
             f"one of {', '.join(ENGINES)}, not {engine!r}{suggestion(engine, ENGINES)}", "engine"
         )
-    check_distribution(lengths)
+    input_tokens, output_tokens = fixed_sizes(lengths, input_len, output_len)
     many = counts(streams, STREAMS, "streams")
     total = {count: requests or count for count in many}
     if engine != "dagengine" and any(total[count] > count for count in many):
@@ -97,10 +101,10 @@ def offline(
     sizes = {
         count: sharegpt(total[count], common.seed)
         if lengths == "sharegpt"
-        else fixed(total[count], input_len, output_len)
+        else fixed(total[count], input_tokens, output_tokens)
         for count in many
     }
-    says = "ShareGPT-like lengths" if lengths == "sharegpt" else f"in {input_len}, out {output_len}"
+    says = "ShareGPT-like lengths" if lengths == "sharegpt" else f"in {input_tokens}, out {output_tokens}"
     say(str(common.threads))
     where = circumstances(command_line("offline"), common.threads.count)
     figures: list[Figure] = []

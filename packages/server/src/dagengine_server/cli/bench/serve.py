@@ -17,7 +17,7 @@ from .. import options
 from ..console import CommandError, print_table, say
 from .arguments import Markdown, Output
 from .latency import MEASURES, Objective, Stream, latency_figures
-from .lengths import check_distribution, fixed, sharegpt
+from .lengths import fixed, fixed_sizes, sharegpt
 from .publish import Destination, check_writable, publish
 from .record import Figure, circumstances, command_line, percentile
 from .report import number
@@ -44,8 +44,12 @@ def command(
     requests: Annotated[int, typer.Option(min=1, help="in all")] = 256,
     warm_up: Annotated[int, typer.Option(min=0, help="requests before, not measured")] = 8,
     lengths: Annotated[str, typer.Option(metavar="{sharegpt,fixed}")] = "sharegpt",
-    input_len: Annotated[int, typer.Option(min=1, help="tokens of every prompt, with fixed lengths")] = 1024,
-    output_len: Annotated[int, typer.Option(min=1, help="tokens of every answer, with fixed lengths")] = 128,
+    input_len: Annotated[
+        int | None, typer.Option(min=1, help="tokens of every prompt, with fixed lengths  [default: 1024]")
+    ] = None,
+    output_len: Annotated[
+        int | None, typer.Option(min=1, help="tokens of every answer, with fixed lengths  [default: 128]")
+    ] = None,
     text: Annotated[
         bool, typer.Option("--text", help="prompts of random words, in place of token ids")
     ] = False,
@@ -65,12 +69,12 @@ def command(
     """Latency and throughput of any OpenAI-compatible server, streamed, at a rate or so many requests at once."""
     from .http_load import Load, run_load, served_model
 
-    check_distribution(lengths)
+    input_tokens, output_tokens = fixed_sizes(lengths, input_len, output_len)
     check_writable({"output": output, "markdown": markdown})
     sizes = (
         sharegpt(warm_up + requests, seed)
         if lengths == "sharegpt"
-        else fixed(warm_up + requests, input_len, output_len)
+        else fixed(warm_up + requests, input_tokens, output_tokens)
     )
     objective = Objective(slo_ttft, slo_tpot, slo_e2e)
     where = circumstances(command_line("serve"), None)
@@ -98,7 +102,7 @@ def command(
     if not good:
         raise CommandError(f"every request failed, the first: {errors[0]}", "url", "unavailable")
     pace = f"{request_rate:g} requests/s" if request_rate is not None else f"{streams} streams"
-    says = "ShareGPT-like lengths" if lengths == "sharegpt" else f"in {input_len}, out {output_len}"
+    says = "ShareGPT-like lengths" if lengths == "sharegpt" else f"in {input_tokens}, out {output_tokens}"
     case = f"{Path(load.model).name}, {pace}, {requests} requests, {says}"
     figures = [
         *_rates(case, good, len(errors), seconds),
