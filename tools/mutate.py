@@ -26,7 +26,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "packages" / "kvstore"
 MODULES = "pages host_pages tiers residency tickets transfers pressure claims costs pins".split()
 TESTS = (
-    "test_audit test_boundaries test_claim test_conformance test_events test_eviction test_holds test_pages "
+    "test_audit test_claim test_conformance test_events test_eviction test_holds test_pages "
     "test_pressure test_recall test_registry test_repositioning test_repositioning_tiers test_restore test_reuse "
     "test_states test_tickets test_tiers test_unclaim test_writer"
 ).split()
