@@ -9,6 +9,7 @@ k            the judge reduced to calls of at most k candidates each (`reduce`),
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ from dagengine_core_graph.query import (
     plus,
 )
 
+from ..console import CommandError, say
+from .arguments import Common
 from .haystack import QUESTION, Haystack, is_right, names_in
 
 if TYPE_CHECKING:
@@ -142,7 +145,39 @@ def judge_all(
     ]
 
 
-def room(fragments: int, sentences: int, at_once: int) -> int:
+@dataclass(frozen=True)
+class Bench:
+    """An engine that judges: `device` in words with its versions, `backend` its attention backend."""
+
+    llm: LLM
+    device: tuple[str, dict[str, str]]
+    backend: str
+
+
+@contextmanager
+def opened(common: Common, fragments: int, sentences: int, at_once: int) -> Iterator[Bench]:
+    """An engine for haystacks of up to so many fragments, which keeps none of them after a query.
+
+    Raises: CommandError for a shape: its random weights answer nothing.
+    """
+    if common.shape is not None:
+        raise CommandError("the hay is text: give a model with a tokenizer and a chat template", "shape")
+    from dagengine import LLM
+    from dagengine.devices import describe
+    from dagengine.fragments import FragmentStates
+
+    say(f"loading {common.label}")
+    with common.folder() as model:
+        engine = common.engine(tokens=_room(fragments, sentences, at_once), sequences=at_once)
+        with LLM(model, **engine) as llm:
+            llm.fragments = FragmentStates(most=0)
+            device, backend = llm.engine.ask(
+                lambda core: (describe(core.attention.device), core.default_backend)
+            )
+            yield Bench(llm, device, backend)
+
+
+def _room(fragments: int, sentences: int, at_once: int) -> int:
     """KV tokens that judging takes at once, at most: fragments, and calls that see two of them each anew."""
     fragment = sentences * TOKENS_PER_SENTENCE + TOKENS_PER_MESSAGE
     return max(at_once, fragments) * (3 * fragment + 3 * (ANSWER + TOKENS_PER_MESSAGE))

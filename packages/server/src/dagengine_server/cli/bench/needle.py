@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..console import CommandError, say
+from ..console import say
 from . import arguments
 from .arguments import Common, counts
 from .haystack import CHANCE, make_haystack
 from .judged_figures import fraction, mean, share, table
-from .judging import Judged, Way, judge_all, room
+from .judging import Judged, Way, judge_all, opened
 from .publish import publish
 from .record import Figure, circumstances, command_line
 from .report import Bar, ratio_of
@@ -76,35 +76,26 @@ def needle(
 ) -> None:
     """A name among growing hay: one wide judge against the same judge reduced to narrow ones. Needs a real model."""
     sizes = sorted(counts(fragments, FRAGMENTS, "fragments"))
-    if common.shape is not None:
-        raise CommandError("the hay is text: give a model with a tokenizer and a chat template", "shape")
-    from dagengine import LLM
-    from dagengine.devices import describe
-    from dagengine.fragments import FragmentStates
-
     say(str(common.threads))
     where = circumstances(command_line("needle"), common.threads.count)
-    say(f"loading {common.label}")
     figures: list[Figure] = []
     rows: list[list[object]] = []
-    with common.folder() as model:
-        with LLM(
-            model, **common.engine(tokens=room(max(sizes), sentences, at_once), sequences=at_once)
-        ) as llm:
-            llm.fragments = FragmentStates(most=0)
-            device, backend = llm.engine.ask(
-                lambda core: (describe(core.attention.device), core.default_backend)
-            )
-            for size in sizes:
-                found = _judge(llm, common.seed, size, sentences, k, runs, at_once)
-                case = f"{common.label}, {size} fragments x {sentences} sentences"
-                figures += _figures(case, backend, found, k)
-                if size == sizes[0]:
-                    shortest = _right(f"{case}, {SHORTEST}", backend, f"{RIGHT}, flat", found[FLAT][0])
-                    figures.append(replace(shortest[1], metric=f"{RIGHT}, from").against("chance", CHANCE))
-                rows += [_row(size, name, judged) for name, (judged, _) in found.items()]
+    with opened(common, max(sizes), sentences, at_once) as bench:
+        for size in sizes:
+            found = _judge(bench.llm, common.seed, size, sentences, k, runs, at_once)
+            case = f"{common.label}, {size} fragments x {sentences} sentences"
+            figures += _figures(case, bench.backend, found, k)
+            if size == sizes[0]:
+                shortest = _right(f"{case}, {SHORTEST}", bench.backend, f"{RIGHT}, flat", found[FLAT][0])
+                figures.append(replace(shortest[1], metric=f"{RIGHT}, from").against("chance", CHANCE))
+            rows += [_row(size, name, judged) for name, (judged, _) in found.items()]
     publish(
-        "needle", figures, where.on(*device), common.destination, BARS, f"{ABOUT}\n{table(COLUMNS, rows)}"
+        "needle",
+        figures,
+        where.on(*bench.device),
+        common.destination,
+        BARS,
+        f"{ABOUT}\n{table(COLUMNS, rows)}",
     )
 
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..console import CommandError, say
+from ..console import say
 from . import arguments
 from .arguments import Common, counts
 from .haystack import CHANCE, Haystack, make_haystack, names_in
 from .judged_figures import fraction, share, table
-from .judging import Judged, Way, judge_all, room
+from .judging import Judged, Way, judge_all, opened
 from .publish import publish
 from .record import Figure, circumstances, command_line
 
@@ -69,31 +69,25 @@ def quality(
 ) -> None:
     """Answers to plain prompts and over fragments, under `linear` and `native`, as given and shuffled."""
     sizes = sorted(counts(fragments, FRAGMENTS, "fragments"))
-    if common.shape is not None:
-        raise CommandError("the hay is text: give a model with a tokenizer and a chat template", "shape")
-    from dagengine import LLM
-    from dagengine.devices import describe
-    from dagengine.fragments import FragmentStates
-
     say(str(common.threads))
     where = circumstances(command_line("quality"), common.threads.count)
-    say(f"loading {common.label}")
     figures: list[Figure] = []
     rows: list[list[object]] = []
-    with common.folder() as model:
-        engine = common.engine(tokens=room(max(sizes), sentences, at_once), sequences=at_once)
-        with LLM(model, **engine) as llm:
-            llm.fragments = FragmentStates(most=0)
-            device, backend = llm.engine.ask(
-                lambda core: (describe(core.attention.device), core.default_backend)
-            )
-            for size in sizes:
-                found = _judge(llm, common.seed, size, sentences, runs, orders, at_once)
-                case = f"{common.label}, {size} fragments x {sentences} sentences"
-                for way in WAYS:
-                    figures += _figures(case, backend, way.name, found[way.name], found[PLAIN.name])
-                    rows.append(_row(size, way.name, found[way.name], found[PLAIN.name]))
-    publish("quality", figures, where.on(*device), common.destination, (), f"{ABOUT}\n{table(COLUMNS, rows)}")
+    with opened(common, max(sizes), sentences, at_once) as bench:
+        for size in sizes:
+            found = _judge(bench.llm, common.seed, size, sentences, runs, orders, at_once)
+            case = f"{common.label}, {size} fragments x {sentences} sentences"
+            for way in WAYS:
+                figures += _figures(case, bench.backend, way.name, found[way.name], found[PLAIN.name])
+                rows.append(_row(size, way.name, found[way.name], found[PLAIN.name]))
+    publish(
+        "quality",
+        figures,
+        where.on(*bench.device),
+        common.destination,
+        (),
+        f"{ABOUT}\n{table(COLUMNS, rows)}",
+    )
 
 
 command = arguments.command(quality)
