@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,9 @@ def test_what_left_both_tiers_is_found_for_an_input_and_computed_again_for_a_sta
     with start(model_folder, tmp_path) as llm:
         state = llm.prefill(PROMPT)
         offload(llm, state)
+        give_up = time.monotonic() + 60
         while llm.engine.ask(written) < 25:
-            pass
+            assert time.monotonic() < give_up, "the directory has not written everything"
         llm.engine.ask(leave_both_tiers)
         read = llm.generate([5, 6], context=[state], max_tokens=2, temperature=0, keep=False)
         assert (read.dag.computed, read.dag.reloaded) == (104, 0)
