@@ -318,6 +318,19 @@ def test_a_store_rate_holds_stores_back_and_nothing_else(monkeypatch: pytest.Mon
     assert content(pages, 8) == content(pages, 0)
 
 
+def test_a_load_behind_a_store_that_the_rate_holds_back_holds_no_other_load_back() -> None:
+    transfer = TorchTransfer(arena(), 8, copies=SimulatedCopies, store_bytes_per_s=1.0, clock=lambda: 0.0)
+    device: SimulatedCopies = transfer._copies  # type: ignore[assignment]
+    running = transfer.submit(Copy("store", ((0, 0),)))
+    waiting = transfer.submit(Copy("store", ((1, 1),)))
+    behind = transfer.submit(Copy("load", ((2, 1),)))
+    free = transfer.submit(Copy("load", ((3, 5),)))
+    after_both = transfer.submit(Copy("load", ((3, 1),)))
+    device.wait()
+    assert sorted(done.ticket for done in transfer.poll()) == [running, free]
+    assert {waiting, behind, after_both} == set(transfer._open)
+
+
 def test_an_abort_takes_back_what_is_not_issued_and_waits_for_what_is() -> None:
     transfer = TorchTransfer(arena(), 8, copies=SimulatedCopies, store_bytes_per_s=1.0, clock=lambda: 0.0)
     device: SimulatedCopies = transfer._copies  # type: ignore[assignment]

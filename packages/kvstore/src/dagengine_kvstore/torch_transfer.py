@@ -204,16 +204,19 @@ class TorchTransfer:
                 waits.extend(one for one in instead if one not in waits)
 
     def _issue(self) -> None:
-        """Issue what no earlier ticket and no rate holds back, in order of each direction."""
+        """Issue what no earlier ticket over its pages and no rate holds back: stores in order, loads as they can."""
         progress = True
         while progress:
             progress = False
             for queue in self._queues.values():
-                while queue and self._may_issue(queue[0]):
-                    self._issue_part(queue[0])
-                    progress = True
-                    if queue[0].is_issued:
-                        queue.popleft()
+                for ticket in tuple(queue):
+                    while not ticket.is_issued and self._may_issue(ticket):
+                        self._issue_part(ticket)
+                        progress = True
+                    if ticket.is_issued:
+                        queue.remove(ticket)
+                    elif ticket.kind == "store":
+                        break
 
     def _may_issue(self, ticket: _Ticket) -> bool:
         if not all(before.is_issued for before in ticket.after):
