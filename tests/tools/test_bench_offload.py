@@ -38,7 +38,7 @@ def test_streams_decode_while_states_move(tmp_path: Path, capsys: pytest.Capture
     assert found["ratio"] == {kind: pytest.approx(rates[kind] / rates["still"]) for kind in moved}
     for kind, ways in (("store", ["store"]), ("load", ["load"]), ("both", ["store", "load"])):
         assert all(moved[kind][f"{way}_gb_per_s"] > 0 for way in ways)
-        assert 0 < moved[kind]["steps_with_copies"] <= 1
-    assert moved["store"]["load_gb_per_s"] < moved["store"]["store_gb_per_s"]
-    assert moved["load"]["store_gb_per_s"] < moved["load"]["load_gb_per_s"]
+        assert moved[kind]["steps_with_copies"] > 0.9
+    assert moved["store"]["load_gb_per_s"] < moved["store"]["store_gb_per_s"] / 4
+    assert moved["load"]["store_gb_per_s"] < moved["load"]["load_gb_per_s"] / 4
     assert found["state_bytes"] == 3 * 2 * 2 * 2 * 8 * 64 * 4
