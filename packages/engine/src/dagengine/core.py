@@ -331,9 +331,12 @@ class EngineCore(StateOperations):
             self.abort(request_id, error)
         self._settle()
 
-    def step(self) -> list[Event]:
+    def step(self, launched: Callable[[], None] | None = None) -> list[Event]:
         """Launch one batch, collect the one before it (without `overlap` this one too), and return what happened since
         the last call. Errors of a batch end its requests only.
+
+        Args:
+            launched: called when the batch is launched, before anything is waited for.
         """
         self.pump()
         in_flight = self._pipeline.num_in_flight
@@ -346,6 +349,8 @@ class EngineCore(StateOperations):
         self._progressed = bool(chunks or in_flight)
         if chunks:
             self._launch(chunks)
+            if launched is not None:
+                launched()
         if self._pipeline.num_in_flight > (1 if chunks and self.overlap else 0):
             self._collect()
         self._seal_complete()
