@@ -44,6 +44,7 @@ class EngineThread:
         self._listeners: dict[str, OnEvent] = {}
         self._told: list[Callable[[], None]] = []
         self._accepted: list[Callable[[], None]] = []
+        core.on_launch = self._tell_all_accepted
         self._stopping = False
         self._deadline = 0.0
         self._failures = 0
@@ -264,7 +265,7 @@ class EngineThread:
     def _step(self) -> list[Event]:
         """One step; an error that the core did not pin on a batch ends every request."""
         try:
-            events = self._core.step(self._tell_all_accepted)
+            events = self._core.step()
             self._failures = self._core.stats.failed_steps
         except Exception as error:
             log.exception("a step failed outside of its batch; all requests end")
