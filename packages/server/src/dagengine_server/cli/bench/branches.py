@@ -1,7 +1,7 @@
 """`dagengine bench branches`: fork one state into branches, run them at once, merge them, under policy `native`.
 
 together   all branches in one submission, over the shared state
-alone      some of them again, one at a time: greedy, so the tokens should be the same
+alone      some of them again, one at a time: greedy, so with --batch-invariant the tokens are the same
 separate   plain requests of shared text and branch prompt, which find the shared text's pages again
 merged     one request that reads the shared state and every branch, where they lie
 """
@@ -78,7 +78,8 @@ def branches(
                 runs = _Branching(probe, branch_count, shared, prompt, tokens, question)
                 figures += runs.measure(f"{common.label}, {sizes}", min(alone, branch_count), repeats)
             device = probe.device
-    publish("branches", figures, where.on(*device), common.destination, BARS)
+    promised = BARS if common.given.get("batch_invariant") else ()
+    publish("branches", figures, where.on(*device), common.destination, promised)
 
 
 command = arguments.command(branches)
