@@ -30,6 +30,15 @@ IDLE_WAIT_S = 0.5
 STUCK_WAIT_S = 0.001
 
 
+def release_all(core: EngineCore, states: Iterable[str]) -> None:
+    """Let go of states on the engine's thread; those that are gone already are no error."""
+    for state in states:
+        try:
+            core.release_state(state)
+        except DagError as error:
+            log.debug("state %s was gone already: %s", state, error)
+
+
 class EngineThread:
     """Runs a core until `close`.
 
@@ -186,16 +195,8 @@ class EngineThread:
     def release(self, states: Iterable[str]) -> None:
         """Let go of states, all in one command; those that are gone already are no error. Never blocks, as `post`."""
         listed = tuple(states)
-
-        def release(core: EngineCore) -> None:
-            for state in listed:
-                try:
-                    core.release_state(state)
-                except DagError as error:
-                    log.debug("state %s was gone already: %s", state, error)
-
         if listed:
-            self.post(release)
+            self.post(lambda core: release_all(core, listed))
 
     def close(self, drain_s: float = 0.0, *, wait_s: float | None = None) -> None:
         """Take nothing new, let requests finish for `drain_s` seconds, cancel the rest, stop the thread.

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from .async_engine import EngineThread, MakeRequests
-from .calls import release_states
+from .async_engine import EngineThread, MakeRequests, release_all
 from .core import EngineCore
 from .request import Event, FinishedEvent, Request
 
@@ -76,7 +75,8 @@ class Submitted:
                 core.abort(name)
             for name, event in self._finished.items():
                 if name not in self._taken:
-                    release_states(self._engine, event)
+                    states = (choice.dag.state for choice in event.choices)
+                    release_all(core, [state for state in states if state is not None])
 
         self._engine.post(give_up)
 
