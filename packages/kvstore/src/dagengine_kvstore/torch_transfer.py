@@ -86,7 +86,7 @@ class TorchTransfer:
             raise KVStoreError("invalid_size", message, field="store_bytes_per_s")
         self.host = HostArena(num_host_pages, arena.page_bytes, chunk_bytes=chunk_bytes)
         self._copies = (copies or _copies_of(arena))(arena, self.host)
-        self._num_device_pages = arena.num_pages
+        self._limits = (arena.num_pages, num_host_pages)
         self._clock, self._rate = clock, store_bytes_per_s
         self._paid_until = clock()  # stores issued so far take the link until then, at their rate
         self._part = max(1, PACED_BYTES // arena.page_bytes)
@@ -110,23 +110,27 @@ class TorchTransfer:
             KVStoreError `capacity` for a page that is not there, `invalid_pages` for one that comes twice,
             `transfer_closed`.
         """
-        pages = self._rows(copy)
-        before = self._before(pages)
+        if self._closed:
+            raise KVStoreError("transfer_closed", "this transfer was closed")
         mark = self._copies.mark() if copy.kind == "store" else None
-        ticket = _Ticket(self._next, copy.kind, pages, mark, before)
+        pages = self._rows(copy)
+        ticket = _Ticket(self._next, copy.kind, pages, mark, self._before(pages))
         self._next += 1
         self._open[ticket.number] = ticket
-        for newest, side in zip(self._newest, pages, strict=True):
-            newest[side] = ticket.number
-        if copy.kind == "store" and not self._queues["store"]:
+        if self._rate is not None and copy.kind == "store" and not self._queues["store"]:
             self._paid_until = max(self._paid_until, self._clock())  # nothing is saved up while nothing waits
         self._queues[copy.kind].append(ticket)
-        self._issue()
+        try:
+            self._issue()
+        finally:  # only later tickets look at it, so the device begins first
+            for newest, side in zip(self._newest, pages, strict=True):
+                newest[side] = ticket.number
         return ticket.number
 
     def poll(self) -> Sequence[Completion]:
         """Completions not reported yet. Issues what has become possible; never blocks."""
-        self._issue()
+        if any(self._queues.values()):
+            self._issue()
         done = [ticket for ticket in self._open.values() if ticket.is_done]
         for ticket in done:
             del self._open[ticket.number]
@@ -162,21 +166,18 @@ class TorchTransfer:
 
     def _rows(self, copy: Copy) -> Numbers:
         """The pages of a copy that can be submitted, in the order of the host's."""
-        if self._closed:
-            raise KVStoreError("transfer_closed", "this transfer was closed")
         pages = page_rows(copy.pages)
         if not copy.pages:
             return pages
-        pages = pages.take(np.argsort(pages[1]), axis=1)
-        for side, ordered, limit in (
-            ("device", np.sort(pages[0]), self._num_device_pages),
-            ("host", pages[1], self.num_host_pages),
-        ):
-            if not 0 <= ordered[0] <= ordered[-1] < limit:
-                message = f"{side} pages {ordered[0]} to {ordered[-1]} are not inside [0, {limit})"
+        ordered = pages.copy()
+        ordered[0].sort()
+        for side, row, limit in zip(("device", "host"), ordered, self._limits, strict=True):
+            first, last = row.item(0), row.item(-1)
+            if first < 0 or last >= limit:
+                message = f"{side} pages {first} to {last} are not inside [0, {limit})"
                 raise KVStoreError("capacity", message, field="pages")
-            if (ordered[1:] == ordered[:-1]).any():
-                raise KVStoreError("invalid_pages", f"a {side} page comes twice in one copy", field="pages")
+        if np.count_nonzero(ordered[:, 1:] == ordered[:, :-1]):
+            raise KVStoreError("invalid_pages", "a page comes twice in one copy", field="pages")
         return pages
 
     def _before(self, pages: Numbers) -> list[_Ticket]:
@@ -187,7 +188,8 @@ class TorchTransfer:
         found: dict[_Ticket, None] = {}
         for newest, side in zip(self._newest, pages, strict=True):
             last = newest[side]
-            for number in np.unique(last[last >= oldest]).tolist():
+            last = last[last >= oldest]
+            for number in np.unique(last).tolist() if len(last) else ():
                 one = self._open.get(number)
                 found.update(dict.fromkeys(self._skipped.get(number, () if one is None else (one,))))
         return [ticket for ticket in found if self._is_open(ticket)]
