@@ -421,6 +421,28 @@ def test_a_fault_of_the_device_is_the_error_of_its_ticket() -> None:
     assert waited == [1], "what it had begun has ended before the error is told"
 
 
+def test_a_ticket_whose_submit_was_interrupted_is_still_run_ahead_of_later_ones() -> None:
+    class Interrupted(SimulatedCopies):
+        interrupt = True
+
+        def issue(self, kind: Any, pages: Any, after: Sequence[Any]) -> Work:
+            if self.interrupt:
+                raise KeyboardInterrupt
+            return super().issue(kind, pages, after)
+
+    pages = arena()
+    transfer = TorchTransfer(pages, 8, copies=Interrupted)
+    device: Interrupted = transfer._copies  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        transfer.submit(Copy("store", ((0, 1),)))
+    device.interrupt = False
+    transfer.submit(Copy("load", ((2, 1),)))
+    assert [len(work.after) for work in device.queued] == [1, 1]
+    assert device.queued[1].after == [device.queued[0]]
+    device.wait()
+    assert len(transfer.poll()) == 2 and content(pages, 2) == content(pages, 0)
+
+
 @pytest.mark.parametrize("how", ["close", "forget"])
 def test_closing_waits_for_what_runs_and_reports_every_ticket(how: str) -> None:
     transfer = TorchTransfer(arena(), 8, copies=SimulatedCopies, store_bytes_per_s=1.0, clock=lambda: 0.0)

@@ -78,7 +78,7 @@ class CudaCopies:
         self._device = arena.layer(0).device
         addresses = [arena.layer(layer).data_ptr() for layer in range(arena.num_layers)]
         self._addresses = np.array(addresses, np.int64)
-        self._hosts = np.zeros(host.num_pages, np.int64)  # addresses of the host's pages; 0: not asked for yet
+        self._hosts = np.zeros(host.num_pages, np.int64)  # addresses; 0: not asked for yet
         self._layer_bytes = arena.page_bytes // arena.num_layers
         self._layer_offsets = np.arange(arena.num_layers) * self._layer_bytes
         self._page_bytes = arena.page_bytes
@@ -193,8 +193,9 @@ class CudaCopies:
     def _move_buffer(self, kind: Direction, lane: _Lane, turn: int, hosts: Numbers) -> None:
         """Between a buffer and host pages at `hosts`, of which the first is in slot 0."""
         firsts, counts = stretches(hosts, self._page_bytes)
-        near = lane.buffers[turn].data_ptr() + firsts * self._page_bytes
-        self._move(kind, near, hosts[firsts], counts * self._page_bytes, lane.copies)
+        size = self._page_bytes
+        near = lane.buffers[turn].data_ptr() + firsts * size
+        self._move(kind, near, hosts[firsts], counts * size, lane.copies)
 
     def _move(
         self, kind: Direction, near: Numbers, far: Numbers, sizes: Numbers, stream: torch.cuda.Stream

@@ -63,13 +63,13 @@ def choose(devices: Numbers, addresses: Numbers, num_layers: int, layer_bytes: i
     page_bytes = num_layers * layer_bytes
     total = len(addresses) * page_bytes
     host_ends = addresses[1:] - addresses[:-1] != page_bytes
-    host = min(1, total) + np.count_nonzero(host_ends)
+    host = min(1, total) + int(np.count_nonzero(host_ends))
     if total < LEAST_DIRECT_BYTES * host:
         return Method.KERNEL  # an extent of both sides has no more than one of the host
     if num_layers > 1:
         both = len(addresses) * num_layers
     else:
-        both = min(1, total) + np.count_nonzero(host_ends | (devices[1:] - devices[:-1] != 1))
+        both = min(1, total) + int(np.count_nonzero(host_ends | (devices[1:] - devices[:-1] != 1)))
     if total >= DIRECT_BYTES * both:
         return Method.DIRECT
     if total >= STAGED_BYTES * host:
