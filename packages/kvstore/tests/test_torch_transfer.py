@@ -154,6 +154,24 @@ def test_what_is_not_a_copy_of_pages_that_are_there_is_refused_before_anything_m
         TorchTransfer(arena(), 4, store_bytes_per_s=0)
 
 
+@pytest.mark.parametrize("many", [1, 1000])
+def test_a_refused_copy_is_refused_however_many_pages_it_has(
+    monkeypatch: pytest.MonkeyPatch, many: int
+) -> None:
+    monkeypatch.setattr(torch_transfer, "MANY_PAGES", many)
+    transfer = TorchTransfer(arena(), 12)
+    rng = random.Random(0)
+    for _ in range(40):
+        sides = [rng.sample(range(12), 6) for _ in range(2)]
+        finish(transfer, transfer.submit(Copy("store", tuple(zip(*sides, strict=True)))))
+        side, at, wrong = rng.randrange(2), rng.randrange(6), rng.choice((-1, 12, 1 << 40, None))
+        code = "invalid_pages" if wrong is None else "capacity"
+        sides[side][at] = sides[side][at - 1] if wrong is None else wrong
+        with refused(code, "pages"):
+            transfer.submit(Copy("load", tuple(zip(*sides, strict=True))))
+    assert transfer.poll() == ()
+
+
 class Work:
     """Something queued on a simulated device."""
 

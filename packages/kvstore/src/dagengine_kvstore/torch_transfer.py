@@ -29,6 +29,7 @@ from dagengine_kvstore.torch_copies import Copies, CpuCopies, Direction, Mark, p
 
 PACED_BYTES = 64 << 20
 BURST_S = 0.05
+MANY_PAGES = 1024  # to mark them takes less than to sort them
 BACKGROUND_BYTES_PER_S = 10e9
 """A rate of stores that leaves running steps nearly all of the GPU's bandwidth, and of the host's time."""
 
@@ -86,7 +87,7 @@ class TorchTransfer:
             raise KVStoreError("invalid_size", message, field="store_bytes_per_s")
         self.host = HostArena(num_host_pages, arena.page_bytes, chunk_bytes=chunk_bytes)
         self._copies = (copies or _copies_of(arena))(arena, self.host)
-        self._limits = (arena.num_pages, num_host_pages)
+        self._num_device_pages = arena.num_pages
         self._clock, self._rate = clock, store_bytes_per_s
         self._paid_until = clock()  # stores issued so far take the link until then, at their rate
         self._part = max(1, PACED_BYTES // arena.page_bytes)
@@ -169,15 +170,15 @@ class TorchTransfer:
         pages = page_rows(copy.pages)
         if not copy.pages:
             return pages
-        ordered = pages.copy()
-        ordered[0].sort()
-        for side, row, limit in zip(("device", "host"), ordered, self._limits, strict=True):
-            first, last = row.item(0), row.item(-1)
-            if first < 0 or last >= limit:
-                message = f"{side} pages {first} to {last} are not inside [0, {limit})"
+        for side, (low, high, twice), limit in (
+            ("device", _span(pages[0], self._num_device_pages), self._num_device_pages),
+            ("host", _span_of_ordered(pages[1]), self.num_host_pages),
+        ):
+            if low < 0 or high >= limit:
+                message = f"{side} pages {low} to {high} are not inside [0, {limit})"
                 raise KVStoreError("capacity", message, field="pages")
-        if np.count_nonzero(ordered[:, 1:] == ordered[:, :-1]):
-            raise KVStoreError("invalid_pages", "a page comes twice in one copy", field="pages")
+            if twice:
+                raise KVStoreError("invalid_pages", f"a {side} page comes twice in one copy", field="pages")
         return pages
 
     def _before(self, pages: Numbers) -> list[_Ticket]:
@@ -242,6 +243,23 @@ class TorchTransfer:
             ticket.error = f"{type(error).__name__}: {error}"
             return
         ticket.issued += pages.shape[1]
+
+
+def _span_of_ordered(pages: Numbers) -> tuple[int, int, bool]:
+    """The least and the greatest of these pages, and whether one comes twice."""
+    return pages.item(0), pages.item(-1), bool(np.count_nonzero(pages[1:] == pages[:-1]))
+
+
+def _span(pages: Numbers, limit: int) -> tuple[int, int, bool]:
+    """As `_span_of_ordered`, in any order; whether one comes twice is told if all are inside [0, limit)."""
+    if len(pages) < max(MANY_PAGES, limit // 64):
+        return _span_of_ordered(np.sort(pages))
+    low, high = int(np.minimum.reduce(pages)), int(np.maximum.reduce(pages))
+    if low < 0 or high >= limit:
+        return low, high, False
+    seen = np.zeros(limit, np.bool_)
+    seen[pages] = True
+    return low, high, bool(np.count_nonzero(seen) < len(pages))
 
 
 def _copies_of(arena: TorchArena) -> Callable[[TorchArena, HostArena], Copies]:
