@@ -254,7 +254,10 @@ def rates(run: Run, bench: Bench, kind: Direction, repeats: int, peak: float) ->
     alone: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(repeats + 1):
         first = turn % len(ways)
-        for way in (*ways[first:], *ways[:first]):
+        order = (*ways[first:], *ways[:first])
+        if turn // len(ways) % 2:  # no way always finds what the same other one has left in the host's caches
+            order = order[::-1]
+        for way in order:
             seconds, submitted = bench.run(way, kind)
             if turn:
                 samples[way].append(bench.num_bytes / seconds / 1e9)

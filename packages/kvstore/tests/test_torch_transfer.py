@@ -154,6 +154,24 @@ def test_what_is_not_a_copy_of_pages_that_are_there_is_refused_before_anything_m
         TorchTransfer(arena(), 4, store_bytes_per_s=0)
 
 
+@pytest.mark.parametrize("many", [1, 1000])
+def test_a_refused_copy_is_refused_however_many_pages_it_has(
+    monkeypatch: pytest.MonkeyPatch, many: int
+) -> None:
+    monkeypatch.setattr(torch_transfer, "MANY_PAGES", many)
+    transfer = TorchTransfer(arena(), 12)
+    rng = random.Random(0)
+    for _ in range(40):
+        sides = [rng.sample(range(12), 6) for _ in range(2)]
+        finish(transfer, transfer.submit(Copy("store", tuple(zip(*sides, strict=True)))))
+        side, at, wrong = rng.randrange(2), rng.randrange(6), rng.choice((-1, 12, 1 << 40, None))
+        code = "invalid_pages" if wrong is None else "capacity"
+        sides[side][at] = sides[side][at - 1] if wrong is None else wrong
+        with refused(code, "pages"):
+            transfer.submit(Copy("load", tuple(zip(*sides, strict=True))))
+    assert transfer.poll() == ()
+
+
 class Work:
     """Something queued on a simulated device."""
 
@@ -419,6 +437,28 @@ def test_a_fault_of_the_device_is_the_error_of_its_ticket() -> None:
         Completion(tickets[2]),
     )
     assert waited == [1], "what it had begun has ended before the error is told"
+
+
+def test_a_ticket_whose_submit_was_interrupted_is_still_run_ahead_of_later_ones() -> None:
+    class Interrupted(SimulatedCopies):
+        interrupt = True
+
+        def issue(self, kind: Any, pages: Any, after: Sequence[Any]) -> Work:
+            if self.interrupt:
+                raise KeyboardInterrupt
+            return super().issue(kind, pages, after)
+
+    pages = arena()
+    transfer = TorchTransfer(pages, 8, copies=Interrupted)
+    device: Interrupted = transfer._copies  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        transfer.submit(Copy("store", ((0, 1),)))
+    device.interrupt = False
+    transfer.submit(Copy("load", ((2, 1),)))
+    assert [len(work.after) for work in device.queued] == [1, 1]
+    assert device.queued[1].after == [device.queued[0]]
+    device.wait()
+    assert len(transfer.poll()) == 2 and content(pages, 2) == content(pages, 0)
 
 
 @pytest.mark.parametrize("how", ["close", "forget"])

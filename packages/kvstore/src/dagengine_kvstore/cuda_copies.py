@@ -78,8 +78,7 @@ class CudaCopies:
         self._device = arena.layer(0).device
         addresses = [arena.layer(layer).data_ptr() for layer in range(arena.num_layers)]
         self._addresses = np.array(addresses, np.int64)
-        num_chunks = -(-host.num_pages // host.chunk_pages)
-        self._chunks = np.zeros(num_chunks, np.int64)  # addresses; 0: not asked for yet
+        self._hosts = np.zeros(host.num_pages, np.int64)  # addresses; 0: not asked for yet
         self._layer_bytes = arena.page_bytes // arena.num_layers
         self._layer_offsets = np.arange(arena.num_layers) * self._layer_bytes
         self._page_bytes = arena.page_bytes
@@ -104,20 +103,18 @@ class CudaCopies:
     def issue(self, kind: Direction, pages: Numbers, after: Sequence[torch.cuda.Event]) -> torch.cuda.Event:
         """Queue copies of `[2, num_pages]` device and host pages behind `after`; the event of their end."""
         lane = self._lanes[kind]
-        last = lane.copies if kind == "store" else lane.kernels
-        if (pages[1, 1:] < pages[1, :-1]).any():
-            pages = pages.take(np.argsort(pages[1]), axis=1)
+        first, last = (lane.kernels, lane.copies) if kind == "store" else (lane.copies, lane.kernels)
         devices, hosts = pages
         addresses = self._host_addresses(hosts)
         method = self._method or choose(devices, addresses, len(self._addresses), self._layer_bytes)
+        staged = method is Method.STAGED and len(devices) > 0
         with torch.cuda.device(self._device):
             for event in after:
-                lane.kernels.wait_event(event)
-                lane.copies.wait_event(event)
-            if method is Method.DIRECT:
-                self._queue_direct(kind, devices, addresses, last)
-            elif method is Method.STAGED:
+                (first if staged else last).wait_event(event)
+            if staged:  # what runs on the last stream waits for the first
                 self._queue_staged(kind, devices, addresses, lane)
+            elif method is not Method.KERNEL:
+                self._queue_direct(kind, devices, addresses, last)
             elif len(devices):
                 with torch.cuda.stream(last):
                     table = self._table(devices, addresses)
@@ -147,20 +144,23 @@ class CudaCopies:
 
     def _host_addresses(self, hosts: Numbers) -> Numbers:
         """Where host pages begin; their memory is mapped and pinned then."""
-        chunks, places = np.divmod(hosts, self._host.chunk_pages)
-        for chunk in np.unique(chunks[self._chunks[chunks] == 0]).tolist():
-            self._chunks[chunk] = self._host.address(chunk * self._host.chunk_pages)
-        found: Numbers = self._chunks[chunks] + places * self._page_bytes
+        found: Numbers = self._hosts[hosts]
+        if np.count_nonzero(found) < len(found):
+            size = self._host.chunk_pages
+            for chunk in np.unique(hosts[found == 0] // size).tolist():
+                pages = self._hosts[chunk * size : (chunk + 1) * size]
+                pages[:] = self._host.address(chunk * size) + self._page_bytes * np.arange(len(pages))
+            found = self._hosts[hosts]
         return found
 
     def _queue_direct(
         self, kind: Direction, devices: Numbers, hosts: Numbers, stream: torch.cuda.Stream
     ) -> None:
         size = self._layer_bytes
-        if len(self._addresses) == 1:
-            firsts, counts = stretches(hosts, self._page_bytes, devices)
-            near, far, sizes = self._addresses[0] + devices[firsts] * size, hosts[firsts], counts * size
-        else:
+        if len(self._addresses) == 1 and np.count_nonzero(hosts[1:] - hosts[:-1] == size):
+            firsts, counts = stretches(hosts, size, devices)
+            near, far, sizes = self._addresses + devices[firsts] * size, hosts[firsts], counts * size
+        else:  # no two pages are one extent, which is quickly seen
             near = (self._addresses + devices[:, None] * size).ravel()
             far = (self._layer_offsets + hosts[:, None]).ravel()
             sizes = np.full(len(near), size)
@@ -173,12 +173,9 @@ class CudaCopies:
             for begin in range(0, len(devices), self._num_slots):
                 turn, lane.turn = lane.turn, 1 - lane.turn
                 part = slice(begin, begin + self._num_slots)
-                firsts, counts = stretches(hosts[part], self._page_bytes)
-                near = lane.buffers[turn].data_ptr() + firsts * self._page_bytes
-                far, sizes = hosts[part][firsts], counts * self._page_bytes
                 if kind == "load":
                     lane.copies.wait_event(lane.free[turn])
-                    self._move(kind, near, far, sizes, lane.copies)
+                    self._move_buffer(kind, lane, turn, hosts[part])
                     lane.kernels.wait_event(lane.copies.record_event())
                 else:
                     lane.kernels.wait_event(lane.free[turn])
@@ -188,10 +185,17 @@ class CudaCopies:
                 self._run_kernel(kind, pages, lane.slots[turn, : len(pages)], self._gather_programs)
                 if kind == "store":
                     lane.copies.wait_event(lane.kernels.record_event())
-                    self._move(kind, near, far, sizes, lane.copies)
+                    self._move_buffer(kind, lane, turn, hosts[part])
                     lane.free[turn].record(lane.copies)
                 else:
                     lane.free[turn].record(lane.kernels)
+
+    def _move_buffer(self, kind: Direction, lane: _Lane, turn: int, hosts: Numbers) -> None:
+        """Between a buffer and host pages at `hosts`, of which the first is in slot 0."""
+        firsts, counts = stretches(hosts, self._page_bytes)
+        size = self._page_bytes
+        near = lane.buffers[turn].data_ptr() + firsts * size
+        self._move(kind, near, hosts[firsts], counts * size, lane.copies)
 
     def _move(
         self, kind: Direction, near: Numbers, far: Numbers, sizes: Numbers, stream: torch.cuda.Stream

@@ -44,28 +44,34 @@ def stretches(addresses: Numbers, page_bytes: int, devices: Numbers | None = Non
         addresses: [num_pages], of host pages, ascending.
         devices: [num_pages], device pages that must go up by one, too.
     """
-    begins = np.ones(len(addresses), np.bool_)
-    begins[1:] = addresses[1:] - addresses[:-1] != page_bytes
+    begins = np.empty(len(addresses), np.bool_)
+    begins[:1] = True
+    np.not_equal(addresses[1:] - addresses[:-1], page_bytes, out=begins[1:])
     if devices is not None:
         begins[1:] |= devices[1:] - devices[:-1] != 1
-    firsts = np.flatnonzero(begins)
+    firsts = begins.nonzero()[0]
     counts = np.empty_like(firsts)
-    counts[:-1] = firsts[1:] - firsts[:-1]
+    np.subtract(firsts[1:], firsts[:-1], out=counts[:-1])
     counts[-1:] = len(addresses) - firsts[-1:]
     return firsts, counts
 
 
 def choose(devices: Numbers, addresses: Numbers, num_layers: int, layer_bytes: int) -> Method:
     """The method for these pages, by the mean size of an extent. `layer_bytes` is what a page has in one layer."""
+    if layer_bytes >= DIRECT_BYTES:
+        return Method.DIRECT
     page_bytes = num_layers * layer_bytes
     total = len(addresses) * page_bytes
+    host_ends = addresses[1:] - addresses[:-1] != page_bytes
+    host = min(1, total) + int(np.count_nonzero(host_ends))
+    if total < LEAST_DIRECT_BYTES * host:
+        return Method.KERNEL  # an extent of both sides has no more than one of the host
     if num_layers > 1:
         both = len(addresses) * num_layers
     else:
-        both = len(stretches(addresses, page_bytes, devices)[0])
+        both = min(1, total) + int(np.count_nonzero(host_ends | (devices[1:] - devices[:-1] != 1)))
     if total >= DIRECT_BYTES * both:
         return Method.DIRECT
-    host = len(stretches(addresses, page_bytes)[0])
     if total >= STAGED_BYTES * host:
         return Method.STAGED
     return Method.DIRECT if total >= LEAST_DIRECT_BYTES * both else Method.KERNEL
@@ -76,9 +82,9 @@ def parts(sizes: Numbers) -> Iterator[slice]:
 
     The first has 4 MiB, the following twice as much each up to 32 MiB, or one extent if that is more.
     """
-    ends = np.cumsum(sizes)
+    ends = sizes.cumsum()
     begin, done, most = 0, 0, FIRST_PART_BYTES
     while begin < len(sizes):
-        end = max(begin + 1, int(np.searchsorted(ends, done + most, side="right")))
+        end = max(begin + 1, int(ends.searchsorted(done + most, side="right")))
         yield slice(begin, end)
         begin, done, most = end, int(ends[end - 1]), min(2 * most, MOST_PART_BYTES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from operator import itemgetter
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -17,9 +17,12 @@ Direction = Literal["store", "load"]
 
 
 def page_rows(pages: Sequence[tuple[int, int]]) -> Numbers:
-    """(device page, host page) pairs as `[2, num_pages]`: device pages, host pages."""
-    flat = np.fromiter(chain.from_iterable(pages), np.int64, 2 * len(pages))
-    return np.ascontiguousarray(flat.reshape(-1, 2).T)
+    """(device page, host page) pairs as `[2, num_pages]`: device pages, host pages; in the order of the host's."""
+    rows = np.empty((2, len(pages)), np.int64)
+    devices, hosts = (np.fromiter(map(itemgetter(side), pages), np.int64, len(pages)) for side in (0, 1))
+    order = hosts.argsort()
+    rows[0], rows[1] = devices.take(order), hosts.take(order)
+    return rows
 
 
 class Mark(Protocol):
@@ -41,7 +44,7 @@ class Copies(Protocol):
         """Start copies behind `after`; the mark of their end.
 
         Args:
-            pages: int64 `[2, num_pages]`: device pages, and the host page of each.
+            pages: int64 `[2, num_pages]`: device pages, and the host page of each, ascending; none twice.
         """
         ...
 

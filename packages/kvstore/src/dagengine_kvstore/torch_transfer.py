@@ -29,6 +29,7 @@ from dagengine_kvstore.torch_copies import Copies, CpuCopies, Direction, Mark, p
 
 PACED_BYTES = 64 << 20
 BURST_S = 0.05
+MANY_PAGES = 1024  # to mark them takes less than to sort them
 BACKGROUND_BYTES_PER_S = 10e9
 """A rate of stores that leaves running steps nearly all of the GPU's bandwidth, and of the host's time."""
 
@@ -110,23 +111,27 @@ class TorchTransfer:
             KVStoreError `capacity` for a page that is not there, `invalid_pages` for one that comes twice,
             `transfer_closed`.
         """
-        pages = self._rows(copy)
-        before = self._before(pages)
+        if self._closed:
+            raise KVStoreError("transfer_closed", "this transfer was closed")
         mark = self._copies.mark() if copy.kind == "store" else None
-        ticket = _Ticket(self._next, copy.kind, pages, mark, before)
+        pages = self._rows(copy)
+        ticket = _Ticket(self._next, copy.kind, pages, mark, self._before(pages))
         self._next += 1
         self._open[ticket.number] = ticket
-        for newest, side in zip(self._newest, pages, strict=True):
-            newest[side] = ticket.number
-        if copy.kind == "store" and not self._queues["store"]:
+        if self._rate is not None and copy.kind == "store" and not self._queues["store"]:
             self._paid_until = max(self._paid_until, self._clock())  # nothing is saved up while nothing waits
         self._queues[copy.kind].append(ticket)
-        self._issue()
+        try:
+            self._issue()
+        finally:  # only later tickets look at it, so the device begins first
+            for newest, side in zip(self._newest, pages, strict=True):
+                newest[side] = ticket.number
         return ticket.number
 
     def poll(self) -> Sequence[Completion]:
         """Completions not reported yet. Issues what has become possible; never blocks."""
-        self._issue()
+        if any(self._queues.values()):
+            self._issue()
         done = [ticket for ticket in self._open.values() if ticket.is_done]
         for ticket in done:
             del self._open[ticket.number]
@@ -162,20 +167,17 @@ class TorchTransfer:
 
     def _rows(self, copy: Copy) -> Numbers:
         """The pages of a copy that can be submitted, in the order of the host's."""
-        if self._closed:
-            raise KVStoreError("transfer_closed", "this transfer was closed")
         pages = page_rows(copy.pages)
         if not copy.pages:
             return pages
-        pages = pages.take(np.argsort(pages[1]), axis=1)
-        for side, ordered, limit in (
-            ("device", np.sort(pages[0]), self._num_device_pages),
-            ("host", pages[1], self.num_host_pages),
+        for side, (low, high, twice), limit in (
+            ("device", _span(pages[0], self._num_device_pages), self._num_device_pages),
+            ("host", _span_of_ordered(pages[1]), self.num_host_pages),
         ):
-            if not 0 <= ordered[0] <= ordered[-1] < limit:
-                message = f"{side} pages {ordered[0]} to {ordered[-1]} are not inside [0, {limit})"
+            if low < 0 or high >= limit:
+                message = f"{side} pages {low} to {high} are not inside [0, {limit})"
                 raise KVStoreError("capacity", message, field="pages")
-            if (ordered[1:] == ordered[:-1]).any():
+            if twice:
                 raise KVStoreError("invalid_pages", f"a {side} page comes twice in one copy", field="pages")
         return pages
 
@@ -187,7 +189,8 @@ class TorchTransfer:
         found: dict[_Ticket, None] = {}
         for newest, side in zip(self._newest, pages, strict=True):
             last = newest[side]
-            for number in np.unique(last[last >= oldest]).tolist():
+            last = last[last >= oldest]
+            for number in np.unique(last).tolist() if len(last) else ():
                 one = self._open.get(number)
                 found.update(dict.fromkeys(self._skipped.get(number, () if one is None else (one,))))
         return [ticket for ticket in found if self._is_open(ticket)]
@@ -240,6 +243,23 @@ class TorchTransfer:
             ticket.error = f"{type(error).__name__}: {error}"
             return
         ticket.issued += pages.shape[1]
+
+
+def _span_of_ordered(pages: Numbers) -> tuple[int, int, bool]:
+    """The least and the greatest of these pages, and whether one comes twice."""
+    return pages.item(0), pages.item(-1), bool(np.count_nonzero(pages[1:] == pages[:-1]))
+
+
+def _span(pages: Numbers, limit: int) -> tuple[int, int, bool]:
+    """As `_span_of_ordered`, in any order; whether one comes twice is told if all are inside [0, limit)."""
+    if len(pages) < max(MANY_PAGES, limit // 64):
+        return _span_of_ordered(np.sort(pages))
+    low, high = int(np.minimum.reduce(pages)), int(np.maximum.reduce(pages))
+    if low < 0 or high >= limit:
+        return low, high, False
+    seen = np.zeros(limit, np.bool_)
+    seen[pages] = True
+    return low, high, bool(np.count_nonzero(seen) < len(pages))
 
 
 def _copies_of(arena: TorchArena) -> Callable[[TorchArena, HostArena], Copies]:
