@@ -69,7 +69,7 @@ def test_a_fragment_without_reads_is_reused_at_any_position_and_the_extents_tell
     with store.lease([Read(prompt, 0, 5), Read(second, 2, 9)]) as lease:
         extents = [tuple(extent)[1:] for extent in lease.extents(1)]
         assert lease.bases(1) == [stored - lo for lo, _, stored in extents]
-        assert [*lease.all_bases()] == [*lease.bases(0), *lease.bases(1)]
+        assert [lease.base_of[page] for page in lease.pages[1]] == lease.bases(1)
         assert extents == [(2, 4, 2), (0, 4, 4), (0, 1, 13)]
 
 

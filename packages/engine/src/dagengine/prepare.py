@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain, count
+from itertools import count
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -24,7 +24,7 @@ from dagengine_core_graph import (
     compile_context,
     make_reference,
 )
-from dagengine_kvstore import KVStore, Lease, NodeRecord, NotResident, Parent, Read, Writer
+from dagengine_kvstore import KVStore, Lease, NodeRecord, Parent, Read, Writer
 from dagengine_positions import Layout, ModelAdapter, ModelGeometry, Segment, check_room, lay_out
 
 from .errors import DagError, as_dag_error, shown
@@ -265,11 +265,7 @@ class Preparer:
 
     def is_there(self, read: Read) -> bool:
         """Whether all pages of a read are on the device now, or on the host."""
-        try:
-            self._store.lease([read]).release()
-        except NotResident as missing:
-            return not missing.nowhere
-        return True
+        return self._store.is_there([read])
 
     def matching(self, request: Request, prepared: Prepared) -> int:
         """Own input tokens whose pages are there already."""
@@ -343,19 +339,19 @@ def context_extents(reads: Sequence[Read], lease: Lease) -> Extents:
     """
     if not reads:
         return EMPTY
-    size = lease.page_size
-    runs = lease.pages
-    counts = np.array([len(run) for run in runs], np.int64)
-    starts = np.array([read.start for read in reads], np.int64)
-    stops = np.array([read.stop for read in reads], np.int64)
-    views = np.array([read.view_start for read in reads], np.int64) - starts
+    size, runs = lease.page_size, lease.pages
+    each = np.array([(r.start, r.stop, r.view_start, len(run)) for r, run in zip(reads, runs, strict=True)])
+    counts = each[:, 3].copy()
     # The first row of a read's i-th page is its node's token firsts[i].
-    before = np.cumsum(counts) - counts
-    firsts = (np.arange(counts.sum()) + np.repeat(starts // size - before, counts)) * size
-    rows = np.empty((len(firsts), 5), np.int32)
-    rows[:, PAGE] = np.fromiter(chain.from_iterable(runs), np.int32, len(firsts))
-    rows[:, LO] = np.maximum(np.repeat(starts, counts) - firsts, 0)
-    rows[:, HI] = np.minimum(np.repeat(stops, counts) - firsts, size)
-    rows[:, STORED] = np.fromiter(lease.all_bases(), np.int32, len(firsts)) + rows[:, LO]
-    rows[:, DELTA] = np.repeat(views, counts) + firsts + rows[:, LO] - rows[:, STORED]
+    each[:, 3] = (each[:, 0] // size - (np.cumsum(counts) - counts)) * size
+    each[:, 2] -= each[:, 0]
+    starts, stops, views, firsts = np.repeat(each, counts, axis=0).T
+    firsts = firsts + np.arange(0, len(firsts) * size, size)
+    pages = np.frombuffer(b"".join(runs), np.int32)
+    rows = np.empty((len(pages), 5), np.int32)
+    lows = np.maximum(starts - firsts, 0)
+    stored = np.frombuffer(lease.base_of, np.int64)[pages] + lows
+    rows[:, PAGE], rows[:, LO], rows[:, STORED] = pages, lows, stored
+    rows[:, HI] = np.minimum(stops - firsts, size)
+    rows[:, DELTA] = views + firsts + lows - stored
     return rows
