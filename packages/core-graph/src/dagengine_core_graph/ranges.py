@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Owner(Protocol):
@@ -23,8 +22,7 @@ class Owner(Protocol):
     def serial(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRange:
+class TokenRange(NamedTuple):
     """A non-empty run `[start, stop)` of one node's token instances."""
 
     node: Hashable

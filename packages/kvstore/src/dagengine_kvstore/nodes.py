@@ -154,7 +154,7 @@ class NodeRecord:
 
     def covers(self, start: int, stop: int) -> bool:
         """Whether holds keep every token of [start, stop)."""
-        if start >= stop or any(lo <= start and stop <= hi for lo, hi in self.cover):
+        if (start, stop) in self.cover or start >= stop:
             return True
         for lo, hi in sorted(self.cover):
             if lo <= start < hi:
