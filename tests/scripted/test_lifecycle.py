@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from torch import Tensor
 
 from dagengine import ContextRef, DagError, EngineDead, Keep, SamplingParams
 from dagengine.async_engine import EngineThread
+from dagengine.core import EngineCore
 from dagengine.request import Event, FinishedEvent, Request
+from dagengine.runner import Chunk
 from dagengine.sequence import SamplingRow
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
@@ -623,7 +627,7 @@ def test_a_listener_that_has_many_events_is_called_back_once_all_of_them_were_to
 
     try:
         prefills = [Request(f"q{index}", (1, 2, 3), None) for index in range(4)]
-        engine.call(lambda core: [engine.accepting([one], listen)(core) for one in prefills]).result(20)
+        engine.call(lambda core: [engine.submit([one], listen) for one in prefills]).result(20)
         assert ended.wait(20)
         assert len(told) < 4 and all(told), "what ends in one step is told together"
     finally:
@@ -640,5 +644,94 @@ def test_states_that_are_gone_do_not_keep_others_from_being_released() -> None:
         engine.release([names[0], "no state", names[0], names[1]])  # type: ignore[list-item]
         assert engine.call(lambda core: core.store.stats().handles).result(20) == 0
         assert engine.dead is None
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_acceptance_is_told_before_the_first_event_and_once_a_step_was_launched(overlap: bool) -> None:
+    core = scripted_core(mode="overlap" if overlap else "at once")
+    seen: list[str] = []
+    launch = core._launch
+
+    def launched(chunks: list[Chunk]) -> None:
+        launch(chunks)
+        seen.append("launched")
+
+    core._launch = launched  # type: ignore[method-assign]
+    listener, engine = Listener(), EngineThread(core)
+
+    def listen(event: Event) -> None:
+        seen.append("event")
+        listener(event)
+
+    def submit(core: EngineCore) -> None:
+        accepted = engine.submit([question("q")], listen)
+        accepted.add_done_callback(lambda _: seen.append("accepted"))
+
+    try:
+        engine.call(submit).result(20)
+        listener.wait(1)
+        assert listener.ends["q"].error is None
+        assert seen[:2] == (["launched", "accepted"] if overlap else ["accepted", "launched"])
+        assert seen.count("accepted") == 1 and "event" in seen
+    finally:
+        engine.close()
+
+
+def test_acceptance_is_told_though_nothing_can_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = scripted_core(mode="overlap")
+    monkeypatch.setattr(core._scheduler, "schedule", lambda **_: [])
+    engine = EngineThread(core)
+    try:
+        assert [r.id for r in engine.submit([question("q")], lambda event: None).result(20)] == ["q"]
+    finally:
+        engine.close()
+
+
+def test_acceptance_is_told_by_an_engine_that_closes_or_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for end in ("closes", "dies"):
+        core = scripted_core(mode="overlap", max_failed_steps=1)
+        listener, engine = Listener(), EngineThread(core)
+
+        def submit(core: EngineCore, engine: EngineThread = engine, end: str = end) -> list[Future[Any]]:
+            futures = [engine.submit([question("q")], listener)]  # noqa: B023
+            if end == "closes":
+                engine.close()
+            else:
+                monkeypatch.setattr(core, "pump", lambda: 1 / 0)
+            return futures
+
+        (accepted,) = engine.call(submit).result(20)
+        try:
+            accepted.result(20)
+        except DagError as error:
+            assert error.code in ("draining", "engine_dead")
+        else:
+            listener.wait(1)
+            assert listener.ends["q"].error is not None
+        engine.close()
+
+
+def test_requests_are_made_between_steps_and_what_raises_there_refuses_them() -> None:
+    core = scripted_core()
+    listener, engine = Listener(), EngineThread(core)
+    long = SamplingParams(max_tokens=50, temperature=0.0)
+
+    def refuse(core: EngineCore) -> list[Request]:
+        raise DagError("capacity", "no")
+
+    def from_what_is_there(core: EngineCore) -> list[Request]:
+        return [question(f"after-{core.num_running}")]
+
+    try:
+        engine.submit([question("q", sampling=long)], listener).result(20)
+        assert refused(lambda: engine.submit_made(refuse, listener).result(20)).code == "capacity"
+        assert refused(lambda: engine.ask_made(refuse, listener)).code == "capacity"
+        made = engine.submit_made(from_what_is_there, listener).result(20)
+        listener.wait(2)
+        assert set(listener.ends) == {"q", made[0].id}
+        assert engine.submit_made(lambda core: [], listener).result(20) == []
+        assert engine.dead is None and not engine._listeners
     finally:
         engine.close()

@@ -369,16 +369,16 @@ def test_asyncio_gives_the_same_and_leaves_nothing_behind() -> None:
     asyncio.run(run())
 
 
-def test_a_query_that_is_cancelled_while_fragments_are_taken_leaves_no_handle(
+def test_a_query_that_is_cancelled_while_its_requests_are_made_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     query = g(cross(plus("one piece", "another one"), "which?"))
-    taken, go_on = threading.Event(), threading.Event()
-    take = FragmentStates.take
+    looked, go_on = threading.Event(), threading.Event()
+    find = FragmentStates.find
 
     def slowly(self: FragmentStates, core: Any, keys: Any) -> Any:
-        found = take(self, core, keys)
-        taken.set()
+        found = find(self, core, keys)
+        looked.set()
         assert found and go_on.wait(30)
         return found
 
@@ -387,9 +387,9 @@ def test_a_query_that_is_cancelled_while_fragments_are_taken_leaves_no_handle(
         (await llm.query(query, **NATIVE)).close()
         await settled(llm)
         before = await asyncio.wrap_future(llm.engine.call(lambda core: core.store.stats().handles))
-        monkeypatch.setattr(FragmentStates, "take", slowly)
+        monkeypatch.setattr(FragmentStates, "find", slowly)
         call = asyncio.ensure_future(llm.query(query, **NATIVE))
-        await asyncio.to_thread(taken.wait, 30)
+        await asyncio.to_thread(looked.wait, 30)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from conftest import Server
 
+from dagengine import DagError
 from dagengine.shapes import shape_config, write_config
 from dagengine_server.cli import main
 from dagengine_server.cli.bench import nested
@@ -103,6 +105,13 @@ def test_a_hit_that_was_lost_shows_in_the_rate(small: Endpoint) -> None:
     plain = Question("a b", [texts.text(40) for _ in range(7)], "a")
     small.chat(plain.messages, "plain", max_tokens=1)
     assert 0.0 <= ask(documents) < 1.0
+
+
+def test_a_server_of_its_own_says_why_it_does_not_start_and_leaves_no_process(tiny_folder: Path) -> None:
+    options = {"device": "cpu", "load_format": "dummy", "attention_backend": "no such"}
+    with pytest.raises(DagError) as error, local_server(str(tiny_folder), options):
+        pass
+    assert "no such" in error.value.message and not multiprocessing.active_children()
 
 
 def test_a_name_that_is_released_knows_nothing_more(server: Server) -> None:

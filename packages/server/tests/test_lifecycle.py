@@ -15,6 +15,9 @@ import pytest
 from conftest import DEADLINE_S, Server, wait_until
 from sockets import RawClient
 
+from dagengine.fragments import FragmentStates
+from dagengine_core_graph.query import cross, dump_query, g, plus
+
 LONG = {"prompt": "the", "max_tokens": 400, "min_tokens": 400, "temperature": 0}
 
 
@@ -106,6 +109,39 @@ def test_cancel_by_id(server: Server, slowly: None) -> None:
     for _ in range(3):
         assert server.http.post(cancel).json()["cancelled"] is False
     assert server.http.post("/v1/requests/req-unknown/cancel").json()["cancelled"] is False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_query_that_ends_while_its_requests_are_made_leaves_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch, stream: bool, leaves: bool
+) -> None:
+    looks, go_on, find = threading.Event(), threading.Event(), FragmentStates.find
+
+    def slowly(*args: Any) -> Any:
+        looks.set()
+        assert go_on.wait(DEADLINE_S)
+        return find(*args)
+
+    monkeypatch.setattr(FragmentStates, "find", slowly)
+    query = dump_query(g(cross(plus("the", "a"), "which?"), max_tokens=200, options={"ignore_eos": True}))
+    before = finished(server, "length")
+    client = RawClient(server.port)
+    client.send(f"/v1/query/execute?stream={str(stream).lower()}", query)
+    assert looks.wait(DEADLINE_S)
+    service = server.app.state.service
+    if leaves:
+        client.leave()
+    else:
+        (request_id,) = service._submissions
+        assert server.http.post(f"/v1/requests/{request_id}/cancel").json()["cancelled"]
+    go_on.set()
+    wait_until(lambda: not service._submissions)
+    if not leaves:
+        client.leave()
+    server.settle()
+    assert finished(server, "length") == before
+    server.release_all()
 
 
 def test_a_cancelled_whole_answer_is_an_error(server: Server, slowly: None) -> None:

@@ -24,6 +24,8 @@ log = logging.getLogger("dagengine")
 
 T = TypeVar("T")
 OnEvent = Callable[[Event], None]
+MakeRequests = Callable[[EngineCore], Sequence[Request]]
+"""make(core): the requests of a submission, from what the engine has at that moment. On the engine's thread."""
 IDLE_WAIT_S = 0.5
 STUCK_WAIT_S = 0.001
 
@@ -41,6 +43,8 @@ class EngineThread:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._listeners: dict[str, OnEvent] = {}
         self._told: list[Callable[[], None]] = []
+        self._accepted: list[Callable[[], None]] = []
+        core.on_launch = self._tell_all_accepted
         self._stopping = False
         self._deadline = 0.0
         self._failures = 0
@@ -61,15 +65,22 @@ class EngineThread:
 
     def call(self, function: Callable[[EngineCore], T]) -> Future[T]:
         """Run `function` on the engine's thread, between steps."""
+        return self._call(function, self._tell_now)
+
+    def _call(
+        self, function: Callable[[EngineCore], T], tell: Callable[[Callable[[], None]], None]
+    ) -> Future[T]:
         future: Future[T] = Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(function(self._core))
+                result = function(self._core)
             except BaseException as error:
                 future.set_exception(error)
+            else:
+                tell(lambda: future.set_result(result))
 
         self._post(run, future)
         return future
@@ -77,6 +88,9 @@ class EngineThread:
     def ask(self, function: Callable[[EngineCore], T]) -> T:
         """What `call(function).result()` gives, for a thread that may be interrupted meanwhile: a Future's lock would
         stay taken then, and the engine's thread would wait for it for ever."""
+        return self._ask(function, self._tell_now)
+
+    def _ask(self, function: Callable[[EngineCore], T], tell: Callable[[Callable[[], None]], None]) -> T:
         answers: SimpleQueue[Future[T]] = SimpleQueue()
 
         def run() -> None:
@@ -85,7 +99,7 @@ class EngineThread:
                 answer.set_result(function(self._core))
             except BaseException as error:
                 answer.set_exception(error)
-            answers.put(answer)
+            tell(lambda: answers.put(answer))
 
         if self._dead is not None or os.getpid() != self._process:
             raise self._dead or EngineDead("the engine is closed")
@@ -94,20 +108,31 @@ class EngineThread:
             self._drain()
         return answers.get().result()
 
-    def submit(self, requests: Sequence[Request], on_event: OnEvent) -> Future[None]:
+    def submit(self, requests: Sequence[Request], on_event: OnEvent) -> Future[Sequence[Request]]:
         """Accept one request, or a group that may refer to each other.
 
-        `on_event` gets every event of these requests, on the engine's thread. The future fails with the refusal if
-        the submission as a whole is refused; then no event follows.
+        `on_event` gets every event of these requests, on the engine's thread. The future gives the requests, before
+        their first event; it fails with the refusal if the submission as a whole is refused; then no event follows.
         """
-        return self.call(self.accepting(requests, on_event))
+        return self.submit_made(lambda core: requests, on_event)
 
-    def accepting(self, requests: Sequence[Request], on_event: OnEvent) -> Callable[[EngineCore], None]:
-        """What `submit` calls on the engine's thread."""
+    def submit_made(self, make: MakeRequests, on_event: OnEvent) -> Future[Sequence[Request]]:
+        """`submit` of what `make` gives; what raises there refuses the submission. No command runs in between, and no
+        step.
+        """
+        return self._call(self._accepting(make, on_event), self._tell_accepted)
 
-        def accept(core: EngineCore) -> None:
+    def ask_made(self, make: MakeRequests, on_event: OnEvent) -> Sequence[Request]:
+        """`submit_made(...).result()`, as `ask`."""
+        return self._ask(self._accepting(make, on_event), self._tell_accepted)
+
+    def _accepting(self, make: MakeRequests, on_event: OnEvent) -> Callable[[EngineCore], Sequence[Request]]:
+        def accept(core: EngineCore) -> Sequence[Request]:
             if self._stopping:
                 raise DagError("draining", "the engine is shutting down and takes nothing new")
+            requests = make(core)
+            if not requests:
+                return requests
             fresh = [r.id for r in requests if r.id not in self._listeners]
             self._listeners.update(dict.fromkeys(fresh, on_event))
             try:
@@ -119,8 +144,26 @@ class EngineThread:
                 for request_id in fresh:
                     self._listeners.pop(request_id, None)
                 raise
+            return requests
 
         return accept
+
+    def _tell_now(self, tell: Callable[[], None]) -> None:
+        tell()
+
+    def _tell_accepted(self, tell: Callable[[], None]) -> None:
+        """Tell it when the next step is launched: what the threads that hear it do then delays nothing that the device
+        waits for.
+        """
+        if self._dead is None and self._core.overlap and self._core.has_work:
+            self._accepted.append(tell)
+        else:
+            tell()
+
+    def _tell_all_accepted(self) -> None:
+        accepted, self._accepted = self._accepted, []
+        for tell in accepted:
+            tell()
 
     def post(self, function: Callable[[EngineCore], object]) -> None:
         """Like `call`, for whoever does not wait; never blocks, and is quietly dropped by a dead engine."""
@@ -236,6 +279,7 @@ class EngineThread:
         return events
 
     def _dispatch(self, events: list[Event]) -> None:
+        self._tell_all_accepted()
         for event in events:
             finished = isinstance(event, FinishedEvent)
             listener = (
@@ -258,6 +302,7 @@ class EngineThread:
 
     def _die(self, reason: EngineDead) -> None:
         self._dead = reason
+        self._tell_all_accepted()
         listeners, self._listeners = self._listeners, {}
         for request_id, listener in listeners.items():
             try:

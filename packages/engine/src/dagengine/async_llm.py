@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 
 from dagengine_core_graph.query import Query
 
-from .async_engine import EngineThread
+from .async_engine import EngineThread, MakeRequests
 from .calls import Prompt, Prompts, release_states
 from .core import EngineCore
 from .explain import Explanation
@@ -24,8 +25,8 @@ from .sampling import SamplingParams
 from .state import ContextItem, Result, make_result
 
 
-async def stream_events(engine: EngineThread, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
-    """Submit requests and yield their events; leaving the iterator early cancels what has not finished.
+async def stream_events(engine: EngineThread, make: MakeRequests) -> AsyncGenerator[Event, None]:
+    """Submit what `make` gives and yield its events; leaving the iterator early cancels what has not finished.
 
     States of answers that were not yielded by then are released.
 
@@ -34,7 +35,7 @@ async def stream_events(engine: EngineThread, requests: Sequence[Request]) -> As
     """
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[Event] = asyncio.Queue()
-    open_ids = {request.id for request in requests}
+    ended: set[str] = set()
     left = False
 
     def receive(event: Event) -> None:
@@ -49,20 +50,25 @@ async def stream_events(engine: EngineThread, requests: Sequence[Request]) -> As
         except RuntimeError:
             engine.post(lambda core: core.abort(event.request_id))
 
-    accepted = engine.submit(requests, forward)
+    def give_up(accepted: Future[Sequence[Request]]) -> None:
+        if accepted.exception() is None:
+            for request in accepted.result():
+                if request.id not in ended:
+                    engine.post(lambda core, r=request.id: core.abort(r))  # type: ignore[misc]
+
+    accepted = engine.submit_made(make, forward)
     try:
-        await asyncio.shield(asyncio.wrap_future(accepted))
-        while open_ids:
+        requests = await asyncio.shield(asyncio.wrap_future(accepted))
+        while len(ended) < len(requests):
             event = await queue.get()
             if isinstance(event, FinishedEvent):
-                open_ids.discard(event.request_id)
+                ended.add(event.request_id)
             yield event
     finally:
         left = True
         while not queue.empty():
             receive(queue.get_nowait())
-        for request_id in open_ids:
-            engine.post(lambda core, r=request_id: core.abort(r))  # type: ignore[misc]
+        accepted.add_done_callback(give_up)
 
 
 class AsyncLLM:
@@ -120,7 +126,7 @@ class AsyncLLM:
         call = await asyncio.to_thread(
             self._llm.generate_call, [prompt], sampling and [sampling], context=context, keep=keep, **options
         )
-        async with aclosing(stream_events(self.engine, call.requests)) as events:
+        async with aclosing(stream_events(self.engine, lambda core: call.requests)) as events:
             async for event in events:
                 if isinstance(event, TokenEvent):
                     yield event
@@ -165,7 +171,7 @@ class AsyncLLM:
         """Submit requests as one group and wait for their terminal events, in the order of the requests."""
         found: dict[str, FinishedEvent] = {}
         try:
-            async with aclosing(stream_events(self.engine, requests)) as events:
+            async with aclosing(stream_events(self.engine, lambda core: requests)) as events:
                 async for event in events:
                     if isinstance(event, FinishedEvent):
                         found[event.request_id] = event

@@ -61,6 +61,9 @@ class EngineCore(StateOperations):
         observer: sees the logits of every sampled position; for tests and tools.
         host_tier: the store's second tier, to be closed with the core.
         upcoming: what the store's eviction policy asks who will read what.
+
+    Attributes:
+        on_launch: called by `step` when a batch is launched, before anything is waited for.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class EngineCore(StateOperations):
         if config.seed is None:
             self._seeds.seed()
         self._progressed = False
+        self.on_launch: Callable[[], None] = _nothing
 
     def submit(self, request: Request) -> None:
         """Accept a request whose references are all states.
@@ -346,6 +350,7 @@ class EngineCore(StateOperations):
         self._progressed = bool(chunks or in_flight)
         if chunks:
             self._launch(chunks)
+            self.on_launch()
         if self._pipeline.num_in_flight > (1 if chunks and self.overlap else 0):
             self._collect()
         self._seal_complete()
@@ -590,6 +595,10 @@ class EngineCore(StateOperations):
             except Exception as error:
                 raise DagError("unsupported", str(error), "backend") from None
         return self._backends[name]
+
+
+def _nothing() -> None:
+    pass
 
 
 def _without_frames(error: DagError) -> DagError:

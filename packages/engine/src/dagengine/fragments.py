@@ -51,28 +51,28 @@ class FragmentStates:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def take(self, core: EngineCore, keys: Iterable[FragmentKey]) -> dict[FragmentKey, str]:
-        """New handles on those of the fragments that are kept, for one submission; the caller releases them.
+    def find(self, core: EngineCore, keys: Iterable[FragmentKey]) -> dict[FragmentKey, str]:
+        """States of those of the fragments that are kept and somewhere, to be read by what is submitted next.
 
         That is a use of them: others are evicted first.
         """
-        taken: dict[FragmentKey, str] = {}
+        found: dict[FragmentKey, str] = {}
         for key in keys:
             state = self._kept.get(key)
-            if state is None or key in taken:
+            if state is None:
                 continue
             try:
                 node, _ = core.store.resolve(state, key.salt)
                 if not core.preparer.is_there(Read(node, 0, node.length)):
                     _release(core, self._kept.pop(key))
                     continue
-                taken[key] = core.store.name(node, salt=key.salt, name="fragment", ttl_s=self.ttl_s)
                 core.store.retain(state, self.ttl_s)
             except KVStoreError:  # it was released, or its time was over
                 del self._kept[key]
                 continue
             self._kept.move_to_end(key)
-        return taken
+            found[key] = state
+        return found
 
     def keep(self, core: EngineCore, states: Mapping[FragmentKey, str]) -> None:
         """Take over states of fragments that were computed; what is kept already, or is too much, is released."""

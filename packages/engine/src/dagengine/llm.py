@@ -302,7 +302,7 @@ class LLM:
 
         An interrupt while it waits cancels what has not finished and releases the states of what has.
         """
-        return Submitted(self.engine, requests, on_event).wait()
+        return Submitted(self.engine, lambda core: requests, on_event).wait()
 
     def close(self) -> None:
         """Cancel what runs and stop the engine; states end with it."""

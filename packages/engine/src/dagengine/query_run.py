@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .async_engine import EngineThread
+from .async_engine import EngineThread, MakeRequests
 from .calls import release_states
 from .core import EngineCore
 from .errors import DagError
 from .fragments import FragmentKey, FragmentStates
 from .queries import EncodedQuery, QueryJob, QueryOptions, fragment_keys, locate_refusal, query_job
 from .query_results import QueryResult, outcome_of, query_result
-from .request import Event, FinishedEvent, TokenEvent
+from .request import Event, FinishedEvent, Request, TokenEvent
 from .submitted import Submitted
 
 if TYPE_CHECKING:
@@ -27,35 +25,41 @@ OnText = Callable[[int, str], None]
 """on_text(answer, text): new text of answer number so many."""
 
 
-@dataclass(frozen=True)
-class Taken:
-    """Handles on kept fragments for one submission, and the engine's facts."""
+class QuerySubmission:
+    """Makes the requests of queries when the engine takes them, so that no kept fragment goes before it is read.
 
-    states: Mapping[FragmentKey, str]
+    Args:
+        seeds, first, prepare_only: as of `query_job`.
+
+    Attributes:
+        job: what was submitted; set when it is made, as `facts`.
+        facts: of the engine.
+    """
+
+    job: QueryJob
     facts: Mapping[str, object]
 
-    def release(self, engine: EngineThread) -> None:
-        engine.release(self.states.values())
+    def __init__(
+        self,
+        fragments: FragmentStates,
+        queries: Sequence[EncodedQuery],
+        options: QueryOptions,
+        *,
+        seeds: Sequence[Mapping[str, int]] | None = None,
+        first: Collection[FragmentKey] = (),
+        prepare_only: bool = False,
+    ) -> None:
+        self._fragments, self._keys = fragments, fragment_keys(queries, options)
+        self._make = partial(query_job, queries, options, seeds=seeds, first=first, prepare_only=prepare_only)
 
+    def __call__(self, core: EngineCore) -> Sequence[Request]:
+        """On the engine's thread. Raises DagError as `query_job`."""
+        self.job, self.facts = self._make(self._fragments.find(core, self._keys)), core.facts
+        return self.job.requests
 
-def taking(fragments: FragmentStates, keys: Sequence[FragmentKey]) -> Callable[[EngineCore], Taken]:
-    """What takes handles on fragments, on the engine's thread."""
-    return lambda core: Taken(fragments.take(core, keys), core.facts)
-
-
-async def take(engine: EngineThread, fragments: FragmentStates, keys: Sequence[FragmentKey]) -> Taken:
-    """Handles on those of the fragments that are kept. Cancelled, it leaves none behind."""
-    future = engine.call(taking(fragments, keys))
-
-    def release(done: Future[Taken]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            done.result().release(engine)
-
-    try:
-        return await asyncio.wrap_future(future)
-    except BaseException:
-        future.add_done_callback(release)
-        raise
+    def locate(self, core: EngineCore, error: DagError) -> DagError:
+        """Why it was refused, located as by `locate_refusal`. On the engine's thread."""
+        return locate_refusal(core, self.job, error) if hasattr(self, "job") else error
 
 
 class QueryRun:
@@ -82,18 +86,13 @@ class QueryRun:
         first: Collection[FragmentKey] = (),
         on_event: Callable[[QueryJob, Event], None] | None = None,
     ) -> None:
-        engine = llm.engine
-        taken = engine.ask(taking(llm.fragments, fragment_keys(queries, options)))
+        asked = QuerySubmission(llm.fragments, queries, options, seeds=seeds, first=first)
+        forward = None if on_event is None else (lambda event: on_event(asked.job, event))
         try:
-            job = query_job(queries, options, taken.states, seeds=seeds, first=first)
-            forward = None if on_event is None else (lambda event: on_event(job, event))
-            try:
-                self._submitted = Submitted(engine, job.requests, forward)
-            except DagError as error:
-                raise engine.ask(partial(locate_refusal, job=job, error=error)) from None
-        finally:
-            taken.release(engine)
-        self.job, self.facts, self._llm = job, taken.facts, llm
+            self._submitted = Submitted(llm.engine, asked, forward)
+        except DagError as error:
+            raise llm.engine.ask(partial(asked.locate, error=error)) from None
+        self.job, self.facts, self._llm = asked.job, asked.facts, llm
         self._kept: set[str] = set()
 
     def keep(self, keys: Collection[FragmentKey]) -> None:
@@ -168,33 +167,29 @@ async def stream_query(
     llm: LLM,
     query: EncodedQuery,
     options: QueryOptions,
-    stream_events: Callable[[EngineThread, Sequence], AsyncGenerator[Event, None]],
+    stream_events: Callable[[EngineThread, MakeRequests], AsyncGenerator[Event, None]],
 ) -> AsyncGenerator[tuple[int, str] | QueryResult, None]:
     """New texts as (answer, text), then the result; leaving early cancels what has not finished."""
     engine = llm.engine
-    taken = await take(engine, llm.fragments, fragment_keys([query], options))
+    asked = QuerySubmission(llm.fragments, [query], options)
     found: dict[str, FinishedEvent] = {}
     ended = False
     try:
-        job = query_job([query], options, taken.states)
-        try:
-            async with aclosing(stream_events(engine, job.requests)) as events:
-                async for event in events:
-                    if isinstance(event, FinishedEvent):
-                        found[event.request_id] = event
-                        continue
-                    answer = job.answer_of(event.request_id)
-                    if answer is not None and event.text:
-                        yield answer[1], event.text
-        except DagError as error:
-            locate = partial(locate_refusal, job=job, error=error)
-            raise await asyncio.wrap_future(engine.call(locate)) from None
+        async with aclosing(stream_events(engine, asked)) as events:
+            async for event in events:
+                if isinstance(event, FinishedEvent):
+                    found[event.request_id] = event
+                    continue
+                answer = asked.job.answer_of(event.request_id)
+                if answer is not None and event.text:
+                    yield answer[1], event.text
         ended = True
+    except DagError as error:
+        raise await asyncio.wrap_future(engine.call(partial(asked.locate, error=error))) from None
     finally:
-        taken.release(engine)
         if not ended:
             for event in found.values():
                 release_states(engine, event)
-    states = job.states(list(found.values()))
+    states = asked.job.states(list(found.values()))
     engine.post(lambda core: llm.fragments.keep(core, states))
-    yield result_of(engine, job, 0, found, taken.facts)
+    yield result_of(engine, asked.job, 0, found, asked.facts)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from .async_engine import EngineThread
+from .async_engine import EngineThread, MakeRequests
 from .calls import release_states
 from .core import EngineCore
 from .request import Event, FinishedEvent, Request
@@ -18,6 +18,7 @@ class Submitted:
     """A group from its acceptance on. One thread waits.
 
     Args:
+        make: gives the group when it is submitted.
         on_event: called with every event, on the engine's thread.
 
     Raises:
@@ -27,21 +28,27 @@ class Submitted:
     def __init__(
         self,
         engine: EngineThread,
-        requests: Sequence[Request],
+        make: MakeRequests,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        self._engine, self._ids, self._on_event = engine, [request.id for request in requests], on_event
+        self._engine, self._on_event = engine, on_event
+        self._ids: list[str] = []
         self._finished: dict[str, FinishedEvent] = {}
         self._taken: set[str] = set()
         self._awaited: set[str] = set()
         self._lock = threading.Lock()
         self._come: SimpleQueue[None] = SimpleQueue()
-        if requests:
-            try:
-                engine.ask(engine.accepting(requests, self._collect))
-            except BaseException:
-                self.cancel()
-                raise
+
+        def made(core: EngineCore) -> Sequence[Request]:
+            requests = make(core)
+            self._ids = [request.id for request in requests]
+            return requests
+
+        try:
+            engine.ask_made(made, self._collect)
+        except BaseException:
+            self.cancel()
+            raise
 
     def wait(self, request_ids: Sequence[str] | None = None) -> list[FinishedEvent]:
         """The terminal events of these requests, or of all, in order. From here on their states are the caller's.

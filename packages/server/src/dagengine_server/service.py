@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -18,7 +18,7 @@ from dagengine.core import EngineCore
 from dagengine.fragments import FragmentStates
 from dagengine.inputs import InputEncoder
 from dagengine.prompt_cache import PromptCache
-from dagengine.request import ContextRef, Request, SpanName
+from dagengine.request import ContextRef, SpanName
 from dagengine.tokenizer import Tokenizer
 from dagengine_core_graph.query import FindFragments
 
@@ -122,10 +122,8 @@ class Service:
         self,
         http_id: str,
         tenant: Tenant,
-        requests: Sequence[Request],
         *,
         locate: Locate,
-        together: bool = False,
     ) -> Iterator[Submission]:
         """A submission that the HTTP request's id cancels, and that an error in the block ends.
 
@@ -133,10 +131,8 @@ class Service:
         """
         submission = Submission(
             self.engine,
-            requests,
             self.metrics.observe,
             locate=locate,
-            together=together,
             timeout_s=self.settings.request_timeout_s,
         )
         self._submissions[http_id] = (tenant, submission)

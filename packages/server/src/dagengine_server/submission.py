@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from itertools import zip_longest
 
 from dagengine import DagError
-from dagengine.async_engine import EngineThread
+from dagengine.async_engine import EngineThread, MakeRequests
+from dagengine.core import EngineCore
 from dagengine.request import Event, FinishedEvent, Request
 
 Observe = Callable[[Event, Request, float], None]
@@ -26,25 +29,26 @@ class Submission:
         observe: sees every event with its request and the seconds since the event before, refusals and
             cancellations included.
         locate: puts the error of a request (by its id) into the caller's terms.
-        together: the requests may refer to each other, earlier ones first; otherwise each stands alone.
         timeout_s: what has not finished by then ends with `timeout`.
+
+    Attributes:
+        requests: what was submitted; none before that.
     """
 
     def __init__(
         self,
         engine: EngineThread,
-        requests: Sequence[Request],
         observe: Observe,
         *,
         locate: Locate = lambda request_id, error: error,
-        together: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        self._engine, self._observe, self._locate, self._together = engine, observe, locate, together
-        self.requests = tuple(requests)
+        self._engine, self._observe, self._locate = engine, observe, locate
+        self._together = self._starting = False
+        self._ending: DagError | None = None
         self._timeout_s = timeout_s
         self._timer: asyncio.TimerHandle | None = None
-        self._open = {request.id: request for request in requests}
+        self._add(())
         self._last: dict[tuple[str, int], float] = {}
         self._arrived: list[Event] = []
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -53,28 +57,61 @@ class Submission:
         if timeout_s is not None:
             self._timer = self._loop.call_later(timeout_s, self.cancel, self._timed_out())
 
-    async def start(self) -> None:
-        """Submit. Raises DagError, the first refusal of the submission; nothing of it runs then."""
-        groups = [self.requests] if self._together else [(request,) for request in self.requests]
-        accepted = [asyncio.wrap_future(self._engine.submit(group, self._forward)) for group in groups]
+    async def start(self, requests: Sequence[Request]) -> None:
+        """Submit requests that each stand alone.
+
+        Raises:
+            DagError: the first refusal of the submission; nothing of it runs then.
+        """
+        self._add(requests)
+        await self._accepted([self._engine.submit((request,), self._forward) for request in requests])
+
+    async def start_made(self, make: MakeRequests) -> None:
+        """Submit what `make` gives: requests that may refer to each other, earlier ones first. Raises as `start`."""
+        self._together = self._starting = True
+
+        def made(core: EngineCore) -> Sequence[Request]:
+            if self._ending is not None:
+                raise self._ending
+            requests = make(core)
+            self._add(requests)
+            return requests
+
+        await self._accepted([self._engine.submit_made(made, self._forward)])
+        self._starting = False
+        if self._ending is not None:  # it came while they were made
+            self.cancel(self._ending)
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        self.requests = tuple(requests)
+        self._open = {request.id: request for request in requests}
+
+    async def _accepted(self, accepted: Sequence[Future[Sequence[Request]]]) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                results = await asyncio.gather(*accepted, return_exceptions=True)
-        except TimeoutError:
+                results = await asyncio.gather(*map(asyncio.wrap_future, accepted), return_exceptions=True)
+        except BaseException as error:
             self.close()
-            raise self._timed_out() from None
-        except BaseException:
-            self.close()
+            for future in accepted:
+                future.add_done_callback(self._give_up)
+            if isinstance(error, TimeoutError):
+                raise self._timed_out() from None
             raise
-        for (request, *_), result in zip(groups, results, strict=True):
+        for request, result in zip_longest(self.requests[: len(results)], results):
             if isinstance(result, DagError):
-                if self._open.pop(request.id, None) is not None:
+                if request is not None and self._open.pop(request.id, None) is not None:
                     self._observe(FinishedEvent(request.id, (), result), request, 0.0)
                 self.close()
-                raise self._locate(request.id, result)
+                raise result if request is None else self._locate(request.id, result)
             if isinstance(result, BaseException):
                 self.close()
                 raise result
+
+    def _give_up(self, accepted: Future[Sequence[Request]]) -> None:
+        """What is accepted only after everybody has left."""
+        if not accepted.cancelled() and accepted.exception() is None:
+            for request in accepted.result():
+                self._abort(request.id, DagError("cancelled", "the client has left"))
 
     async def batches(self, silence_s: float) -> AsyncGenerator[list[Event], None]:
         """All events there are, once there is one; an empty list after `silence_s` seconds of silence."""
@@ -104,11 +141,12 @@ class Submission:
 
     def cancel(self, error: DagError) -> bool:
         """End what has not finished with `error`. Returns whether there was anything."""
+        self._ending = error
         ending = list(self._open.values())
         for request in ending:
             self._abort(request.id, error)
             self._take(FinishedEvent(request.id, (), error))
-        return bool(ending)
+        return bool(ending) or self._starting
 
     def delivered(self, request_id: str | None = None) -> None:
         """The client was told of the states of one request, or of all."""

@@ -123,10 +123,10 @@ async def run_all(
         ClientDisconnect: the client left; everything is cancelled.
     """
     service, http_id, tenant = service_of(request), id_of(request), tenant_of(request)
-    with service.submission(http_id, tenant, requests, locate=locate, together=together) as submission:
+    with service.submission(http_id, tenant, locate=locate) as submission:
 
         async def run() -> list[FinishedEvent]:
-            await submission.start()
+            await (submission.start_made(lambda core: requests) if together else submission.start(requests))
             return await submission.results()
 
         events = await unless_disconnected(run(), request.receive)

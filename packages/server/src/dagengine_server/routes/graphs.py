@@ -68,10 +68,8 @@ async def run_graph(request: Request) -> Response:
     requests = list(job.plan.requests)
     try:
         if job.document.stream:
-            with service.submission(
-                id_of(request), tenant_of(request), requests, locate=_unlocated, together=True
-            ) as submission:
-                await submission.start()
+            with service.submission(id_of(request), tenant_of(request), locate=_unlocated) as submission:
+                await submission.start_made(lambda core: requests)
                 source = _events(submission, job, head, service)
                 return EventStream(source, lambda: service.end(id_of(request)))
         events = await run_all(request, requests, _unlocated, together=True)

@@ -182,8 +182,8 @@ async def _answer(
     requests = await off_loop(build)
     if body.stream:
         usage = body.stream_options is not None and body.stream_options.include_usage
-        with service.submission(http_id, tenant_of(request), requests, locate=locate) as submission:
-            await submission.start()
+        with service.submission(http_id, tenant_of(request), locate=locate) as submission:
+            await submission.start(requests)
             source = _events(submission, shape, usage, service.settings.ping_interval_s)
             return EventStream(source, lambda: service.end(http_id))
     events = await run_all(request, requests, locate)

@@ -14,17 +14,9 @@ from starlette.responses import Response
 
 from dagengine import DagError, Keep
 from dagengine.errors import as_dag_error
-from dagengine.queries import (
-    EncodedQuery,
-    QueryJob,
-    QueryOptions,
-    encode_query,
-    fragment_keys,
-    locate_refusal,
-    query_job,
-)
+from dagengine.queries import EncodedQuery, QueryJob, QueryOptions, encode_query
 from dagengine.query_results import Outcome, outcome_of
-from dagengine.query_run import Taken, take
+from dagengine.query_run import QuerySubmission
 from dagengine.request import Choice, Event, FinishedEvent, TokenEvent
 from dagengine_core_graph.query import GenerateParams, Map, dump_query, load_query
 from dagengine_core_graph.query import Query as SpanQuery
@@ -60,9 +52,17 @@ class Job:
     """
 
     head: Mapping[str, Any]
-    query: QueryJob
-    taken: Taken
+    asked: QuerySubmission
     texts: bool
+
+    @property
+    def query(self) -> QueryJob:
+        """What was submitted, once it is."""
+        return self.asked.job
+
+    def outcome(self, found: Mapping[str, FinishedEvent]) -> Outcome:
+        """The whole answer, of all terminal events."""
+        return outcome_of(self.query, 0, found, self.asked.facts)
 
 
 @router.post("/execute", openapi_extra={"x-body": "SpanQuery"})
@@ -81,11 +81,9 @@ async def execute(
     service = service_of(request)
     keep = None if keep_ttl_s is None else Keep(ttl_s=keep_ttl_s)
     encoded, options, texts = await _encoded(request, cache_salt, position, backend, reduce, keep)
-    job = await _job(request, encoded, options, texts)
+    job = _job(request, encoded, options, texts)
     headers = _echo(request)
-    with service.submission(
-        id_of(request), tenant_of(request), job.query.requests, locate=_unlocated, together=True
-    ) as submission:
+    with service.submission(id_of(request), tenant_of(request), locate=_unlocated) as submission:
         await _start(service, job, submission)
         if stream:
             source = _events(service, job, submission)
@@ -110,10 +108,8 @@ async def prepare(
     if not service.settings.max_fragments:
         raise DagError("unsupported", "this server keeps no fragments; start it with --max-fragments above 0")
     encoded, options, texts = await _encoded(request, cache_salt, position, backend, None, None)
-    job = await _job(request, encoded, options, texts, prepare_only=True)
-    with service.submission(
-        id_of(request), tenant_of(request), job.query.requests, locate=_unlocated, together=True
-    ) as submission:
+    job = _job(request, encoded, options, texts, prepare_only=True)
+    with service.submission(id_of(request), tenant_of(request), locate=_unlocated) as submission:
         await _start(service, job, submission)
         found = await unless_disconnected(_finished(service, job, submission), request.receive)
         for event in found.values():
@@ -170,7 +166,7 @@ async def _encoded(
     return encoded, options, texts
 
 
-async def _job(
+def _job(
     request: Request,
     encoded: EncodedQuery,
     options: QueryOptions,
@@ -178,27 +174,18 @@ async def _job(
     *,
     prepare_only: bool = False,
 ) -> Job:
-    """The engine requests, with handles on the fragments that are kept. Raises DagError."""
     service = service_of(request)
-    taken = await take(service.engine, service.fragments, fragment_keys([encoded], options))
-    try:
-        query = query_job([encoded], options, taken.states, prepare_only=prepare_only)
-    except BaseException:
-        taken.release(service.engine)
-        raise
+    asked = QuerySubmission(service.fragments, [encoded], options, prepare_only=prepare_only)
     head = {"id": id_of(request), "created": int(time.time()), "model": service.settings.served_model_name}
-    return Job(head, query, taken, texts)
+    return Job(head, asked, texts)
 
 
 async def _start(service: Service, job: Job, submission: Submission) -> None:
     """Submit. Raises DagError, the first refusal, located."""
     try:
-        if submission.requests:
-            await submission.start()
+        await submission.start_made(job.asked)
     except DagError as error:
-        raise await service.call(partial(locate_refusal, job=job.query, error=error)) from None
-    finally:
-        job.taken.release(service.engine)
+        raise await service.call(partial(job.asked.locate, error=error)) from None
 
 
 async def _finished(service: Service, job: Job, submission: Submission) -> dict[str, FinishedEvent]:
@@ -209,8 +196,7 @@ async def _finished(service: Service, job: Job, submission: Submission) -> dict[
 
 
 async def _outcome(service: Service, job: Job, submission: Submission) -> Outcome:
-    found = await _finished(service, job, submission)
-    return outcome_of(job.query, 0, found, job.taken.facts)
+    return job.outcome(await _finished(service, job, submission))
 
 
 def _keep(service: Service, job: Job, submission: Submission, events: list[FinishedEvent]) -> None:
@@ -297,7 +283,7 @@ async def _events(service: Service, job: Job, submission: Submission) -> AsyncGe
         error = service.health() or DagError("internal", "the answer ended before every part of it had")
         yield error_event(envelope(error))
         return
-    outcome = outcome_of(job.query, 0, found, job.taken.facts)
+    outcome = job.outcome(found)
     chunks: list[dict[str, Any]] = [
         {
             "choices": [

@@ -1,23 +1,26 @@
-"""A server in this process, on a free port of this machine: the application that `dagengine serve` runs, no other."""
+"""A server in a process of its own, on a free port of this machine: the application that `dagengine serve` runs.
+
+In the process of its client it would share an interpreter with it, and the client's work would count as the server's.
+"""
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
-from dagengine import EngineConfig
+from dagengine import DagError, EngineConfig
 from dagengine.async_engine import EngineThread
 from dagengine.build import build_core
-from dagengine.ceilings import release_memory
-from dagengine.core import EngineCore
 from dagengine.devices import describe
 
 from ...app import create_app
@@ -25,52 +28,71 @@ from ...serving import short_turns
 from ...settings import ServerSettings
 from ..console import CommandError
 
-START_S = 60.0
-POLL_S = 0.01
+STOP_S = 60.0
+Device = tuple[str, dict[str, str]]
 
 
 @contextmanager
-def local_server(folder: str, options: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, dict[str, str]]]]:
+def local_server(folder: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Device]]:
     """Its address, and the device in words with the versions that belong to it, until the block ends.
 
     Args:
         options: fields of `EngineConfig`.
+
+    Raises:
+        DagError: it cannot be built so.
+        CommandError: its process ended.
     """
-    core: EngineCore = build_core(folder, EngineConfig(**options))
-    device = core.attention.device
+    processes = multiprocessing.get_context("spawn")
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=_serve, args=(folder, dict(options), theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        try:
+            found = ours.recv()
+        except EOFError:
+            raise CommandError("the server does not start", "endpoint", "unavailable") from None
+        if isinstance(found, dict):
+            raise DagError(**found)
+        yield found
+    finally:
+        ours.close()
+        process.join(STOP_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _serve(folder: str, options: Mapping[str, Any], pipe: Connection) -> None:
+    """Until the other end of the pipe is closed. Sends (address, device), or the fields of a DagError."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # of a terminal, to all of its processes: the client ends this one
+    try:
+        core = build_core(folder, EngineConfig(**options))
+    except DagError as error:
+        pipe.send({"code": error.code, "message": error.message, "field": error.field})
+        return
     # As `dagengine serve` does it: full collections would walk all that was loaded.
     gc.collect()
     gc.freeze()
+    device = describe(core.attention.device)
     engine = EngineThread(core)
     # asyncio sends at once only where a socket says that it is TCP, as those that uvicorn opens do.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(engine, ServerSettings(served_model_name=Path(folder).name)), log_level="warning"
-        )
-    )
-    try:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        app = create_app(engine, ServerSettings(served_model_name=Path(folder).name))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        _wait(server, thread)
-        try:
-            with short_turns():
-                yield f"http://127.0.0.1:{listener.getsockname()[1]}", describe(device)
-        finally:
+        with short_turns():
+            thread.start()
+            pipe.send((f"http://127.0.0.1:{listener.getsockname()[1]}", device))
+            try:
+                pipe.recv()
+            except EOFError:
+                pass
             server.should_exit = True
             thread.join()
-    finally:
-        listener.close()
-        engine.close()
-        del core, engine, server
-        gc.unfreeze()
-        release_memory(device)
-
-
-def _wait(server: uvicorn.Server, thread: threading.Thread) -> None:
-    deadline = time.monotonic() + START_S
-    while not server.started:
-        if not thread.is_alive() or time.monotonic() > deadline:
-            raise CommandError("the server does not start", "endpoint", "unavailable")
-        time.sleep(POLL_S)
+    engine.close()
