@@ -42,7 +42,8 @@ def pack(values: Sequence[int]) -> bytes:
 
 _KEY_SIZE = 32
 _PACK_READ = struct.Struct("<3q").pack
-_SOURCE, _READ = _head("source", _KEY_SIZE), _head("read", struct.calcsize("<3q"))
+_SOURCE, _BEFORE, _CONTEXT = (_head(tag, _KEY_SIZE) for tag in ("source", "before", "context"))
+_READ = _head("read", struct.calcsize("<3q"))
 
 
 def _hashed(parts: Iterable[bytes]) -> bytes:
@@ -102,7 +103,7 @@ class Context(_Content):
         )
 
     def content_key(self, tokens: Sequence[int]) -> bytes:
-        return digest([("context", self.key), ("tokens", pack(tokens))])
+        return _hashed((_CONTEXT, self.key, _head("tokens", 8 * len(tokens)), pack(tokens)))
 
 
 def _same_content(a: NodeRecord, b: NodeRecord, stop: int) -> bool:
@@ -117,7 +118,7 @@ class Prefix(_Content):
     def __init__(self, before: Context | Prefix, tokens: tuple[int, ...]) -> None:
         self.before = before
         self.tokens = tokens
-        super().__init__(digest([("before", before.key), ("page", pack(tokens))]))
+        super().__init__(_hashed((_BEFORE, before.key, _head("page", 8 * len(tokens)), pack(tokens))))
 
     __hash__ = _Content.__hash__
 
