@@ -154,8 +154,14 @@ class Placement:
         """Place the tokens `[start, stop)` of `owner` that are not placed yet; the range may be empty."""
         if start == stop:
             return
-        self._index(owner.serial)
-        for a, b in claim(self._bounds.setdefault(owner, []), start, stop):
+        if self._unread.newest >= owner.serial:
+            self._index(owner.serial)
+        bounds = self._bounds.get(owner)
+        if bounds is None:
+            self._bounds[owner] = [start, stop]
+            self.placed = self.placed.extend(owner, start, stop)
+            return
+        for a, b in claim(bounds, start, stop):
             self.placed = self.placed.extend(owner, a, b)
 
     def _index(self, serial: int) -> None:

@@ -351,13 +351,14 @@ def context_extents(reads: Sequence[Read], lease: Lease) -> Extents:
     if not reads:
         return EMPTY
     size, runs = lease.page_size, lease.pages
-    each = np.array([(r.start, r.stop, r.view_start, len(run)) for r, run in zip(reads, runs, strict=True)])
-    counts = each[:, 3].copy()
+    each: list[tuple[int, int, int, int]] = []
+    before = 0
+    for (node, start, stop, delta), run in zip(reads, runs, strict=True):
+        each.append((start, stop, node.own_start + delta, (start // size - before) * size))
+        before += len(run)
+    starts, stops, views, firsts = np.repeat(np.array(each), [len(run) for run in runs], axis=0).T
     # The first row of a read's i-th page is its node's token firsts[i].
-    each[:, 3] = (each[:, 0] // size - (np.cumsum(counts) - counts)) * size
-    each[:, 2] -= each[:, 0]
-    starts, stops, views, firsts = np.repeat(each, counts, axis=0).T
-    firsts = firsts + np.arange(0, len(firsts) * size, size)
+    firsts = firsts + np.arange(0, before * size, size)
     pages = np.frombuffer(b"".join(runs), np.int32)
     rows = np.empty((len(pages), 5), np.int32)
     lows = np.maximum(starts - firsts, 0)

@@ -4,7 +4,7 @@ the new node; takes no hold and no page.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from dagengine_kvstore.errors import KVStoreError
@@ -12,6 +12,7 @@ from dagengine_kvstore.nodes import NodeRecord, NodeStatus
 
 Mode = Literal["inherit", "digest", "artifact"]
 MODES = ("inherit", "digest", "artifact")
+Signature = tuple[tuple[str, str], ...]
 
 
 class Read(NamedTuple):
@@ -53,7 +54,7 @@ class Parent(NamedTuple):
 
 
 def check_references(
-    parents: Sequence[Parent], reads: Sequence[Read], signature: Mapping[str, str], salt: str
+    parents: Sequence[Parent], reads: Sequence[Read], signature: Signature, salt: str
 ) -> None:
     """Whether a node with this signature and salt may refer to `parents` and `reads`.
 
@@ -65,11 +66,10 @@ def check_references(
     if {"inherit", "digest"} <= modes:
         message = "a node inherits or digests, not both; artifact mixes with either"
         raise KVStoreError("edge_mix_forbidden", message, field="parents")
-    fields = tuple(sorted(signature.items()))
     for index, (node, mode, start, stop) in enumerate(parents):
         check_readable(node, start, stop, salt, "parents", index)
-        if node.signature != fields:
-            raise _other_signature(node, fields, f"parents[{index}]")
+        if node.signature != signature:
+            raise _other_signature(node, signature, f"parents[{index}]")
         if mode not in MODES:
             message = f"mode must be inherit, digest or artifact, not {mode!r}"
             raise KVStoreError("invalid_mode", message, field=f"parents[{index}].mode")
@@ -79,8 +79,8 @@ def check_references(
         check_held(node, start, stop, passed=mode != "artifact", field="parents", index=index)
     for index, (node, start, stop, _) in enumerate(reads):
         check_readable(node, start, stop, salt, "reads", index)
-        if node.signature != fields:
-            raise _other_signature(node, fields, f"reads[{index}]")
+        if node.signature != signature:
+            raise _other_signature(node, signature, f"reads[{index}]")
         if start == stop:
             raise KVStoreError(
                 "span_out_of_range", "a read holds at least one token", field=f"reads[{index}]"
@@ -135,8 +135,8 @@ def check_held(
         raise KVStoreError("state_released", message, field=_named(field, index))
 
 
-def _other_signature(node: NodeRecord, fields: tuple[tuple[str, str], ...], field: str) -> KVStoreError:
-    theirs, signature = dict(node.signature), dict(fields)
-    name = next(n for n in sorted(theirs.keys() | signature.keys()) if theirs.get(n) != signature.get(n))
-    message = f"node {node.uid} has {name} {theirs.get(name)!r}, the new node {signature.get(name)!r}"
+def _other_signature(node: NodeRecord, signature: Signature, field: str) -> KVStoreError:
+    theirs, new = dict(node.signature), dict(signature)
+    name = next(n for n in sorted(theirs.keys() | new.keys()) if theirs.get(n) != new.get(n))
+    message = f"node {node.uid} has {name} {theirs.get(name)!r}, the new node {new.get(name)!r}"
     return KVStoreError("signature_mismatch", message, field=f"{field}.signature.{name}")

@@ -29,7 +29,7 @@ from dagengine_kvstore.moves import Mover
 from dagengine_kvstore.nodes import NodeRecord
 from dagengine_kvstore.pins import PinBudget, pinned_nodes
 from dagengine_kvstore.pressure import NextUseOf, Pressure
-from dagengine_kvstore.references import Parent, Read, check_held, check_readable, check_references
+from dagengine_kvstore.references import Parent, Read, Signature, check_held, check_readable, check_references
 from dagengine_kvstore.repositioning import Reposition, Repositioned, Repositioner
 from dagengine_kvstore.residency import clean_copy, failed_loads, is_lost, not_resident, page_tier
 from dagengine_kvstore.states import Handle, HandleTable
@@ -124,6 +124,7 @@ class KVStore:
         self._books.pressure = self._pressure
         self._pins = PinBudget(pin_budget, pin_budget_per_salt)
         self._next_uid = 1
+        self._signature: Signature = ()  # the last one: the same object compares fast
 
     @property
     def num_pages(self) -> int:
@@ -155,8 +156,11 @@ class KVStore:
         """
         self.expire()
         parents, reads = tuple(parents), tuple(reads)
-        check_references(parents, reads, signature, salt)
         fields = tuple(sorted(signature.items()))
+        if fields == self._signature:
+            fields = self._signature
+        self._signature = fields
+        check_references(parents, reads, fields, salt)
         content = fields
         if not self._reuse_across_positions:
             content += (("own_start", str(own_start)),)
