@@ -513,13 +513,15 @@ class EngineCore(StateOperations):
         if node is None:
             self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
         else:
+            handed = False
             try:
                 state = self._keep(running.request, node)
-                self._hand_to_children(running, node)
+                handed = self._hand_to_children(running, node)
             except Exception as error:
                 log.exception("a sealed node could not be kept; its request ends")
                 refusal = as_dag_error(error)
-            self.store.unhold(node)
+            if not handed:
+                self.store.unhold(node)
         implementation = self._backend(sequence.backend).implementation
         running.answers[sequence.index] = Answer(sequence, state, implementation)
         if refusal is not None or len(running.answers) == len(running.sequences):
@@ -532,13 +534,19 @@ class EngineCore(StateOperations):
             return None
         return self.store.name(node, salt=request.salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin)
 
-    def _hand_to_children(self, running: RunningRequest, node: NodeRecord) -> None:
-        for child_id, indices in running.children.items():
-            child = self._requests.get(child_id)
-            if child is not None:
-                for index in indices:
-                    ref = child.request.context[index]
-                    child.hold(self.store, index, ResolvedRef(node, ref.at, ref), None)
+    def _hand_to_children(self, running: RunningRequest, node: NodeRecord) -> bool:
+        """Hold a sealed node for each reference to it. Returns whether one took over the hold that sealing gave."""
+        readers = [
+            (child, index, ResolvedRef(node, child.request.context[index].at, child.request.context[index]))
+            for child_id, indices in running.children.items()
+            if (child := self._requests.get(child_id)) is not None
+            for index in indices
+        ]
+        for child, index, target in readers[1:]:
+            child.hold(self.store, index, target, None)
+        for child, index, target in readers[:1]:
+            child.targets[index] = target, None
+        return bool(readers)
 
     def _finish(self, running: RunningRequest, error: DagError | None) -> None:
         """The one way out: free what the request still holds, tell its dependents, emit its terminal event."""
