@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor
 from dagengine import ContextRef, DagError, EngineDead, Keep, SamplingParams
 from dagengine.async_engine import EngineThread
 from dagengine.core import EngineCore
-from dagengine.request import Event, FinishedEvent, Request
+from dagengine.request import Choice, Event, FinishedEvent, Request
 from dagengine.runner import Chunk
-from dagengine.sequence import SamplingRow
+from dagengine.running import RunningRequest
+from dagengine.sequence import SamplingRow, Sequence
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 EVERY_MODE = pytest.mark.parametrize("step_mode", MODES, indirect=True)
@@ -646,6 +647,60 @@ def test_states_that_are_gone_do_not_keep_others_from_being_released() -> None:
         assert engine.dead is None
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_idle_device_gets_what_may_begin_before_the_records_of_its_parents_are_made(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = scripted_core(mode="overlap" if overlap else "at once")
+    done: list[str] = []
+    launch, choices = core._launch, RunningRequest.choices
+
+    def launched(chunks: list[Chunk]) -> None:
+        launch(chunks)
+        done.append("launch of " + " ".join(chunk.work.request.id for chunk in chunks))  # type: ignore[attr-defined]
+
+    def recorded(running: RunningRequest, facts: Mapping[str, object]) -> tuple[Choice, ...]:
+        done.append(f"record of {running.request.id}")
+        return choices(running, facts)
+
+    monkeypatch.setattr(core, "_launch", launched)
+    monkeypatch.setattr(RunningRequest, "choices", recorded)
+    reads = [ContextRef(request=name, mode="artifact") for name in ("a", "b")]
+    core.submit_group([question("a"), question("b"), question("judge", *reads)])
+    events: list[Event] = []
+    while "record of a" not in done:
+        events += core.step()
+    between = ["launch of judge"] if overlap else []
+    assert done[-2 - len(between) :] == [*between, "record of a", "record of b"]
+    assert [e.request_id for e in events if isinstance(e, FinishedEvent)] == ["a", "b"]
+    while core.has_work:
+        events += core.step()
+    ends = [event for event in events if isinstance(event, FinishedEvent)]
+    assert [(end.request_id, end.error) for end in ends] == [(name, None) for name in ("a", "b", "judge")]
+    core.store.check()
+
+
+def test_a_request_whose_answer_cannot_be_recorded_ends_once_and_leaves_no_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choice = Sequence.choice
+
+    def broken(sequence: Sequence, *arguments: Any) -> Choice:
+        if sequence.request.id == "parent" and sequence.index == 1:
+            raise RuntimeError("planted")
+        return choice(sequence, *arguments)
+
+    monkeypatch.setattr(Sequence, "choice", broken)
+    run = world()
+    many = SamplingParams(max_tokens=3, temperature=1.0, n=2, seed=1)
+    run.submit(question("parent", sampling=many, keep=Keep()), question("other", keep=Keep()))
+    run.run()
+    assert error_code(run, "parent") == "internal" and error_code(run, "other") is None
+    assert [state.name for state in run.core.store.states()] == [None]
+    assert run.core.stats.finished == {"internal": 1, "length": 1}
+    run.core.store.check()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

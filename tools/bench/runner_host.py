@@ -91,7 +91,7 @@ class PlanningBackend(AttentionBackend):
         slot: PlanSlot | None = None,
         settled: bool = False,
     ) -> FusedPlan:
-        device = self._check_plan(table, shape, None, device, dtype)
+        device = self._check_plan(table, shape, None, device, dtype, planner_checks=planner.checks_tables())
         heights = (attend.NARROW, attend.WIDE)
         parameters = PlanParameters(
             group=shape.group,

@@ -193,3 +193,36 @@ def test_a_recipe_tells_everything_that_computing_again_needs() -> None:
     node = child(store, parent, [3])
     assert node.recipe.tokens == (3,) and node.recipe.own_start == 2
     assert node.recipe.reads == (Read(parent, 0, 2, 0),)
+
+
+def test_a_restore_leaves_a_reader_the_page_that_it_computes_anew() -> None:
+    """The last page is still there and read while the first is evicted, and both are computed again."""
+    store = make_store()
+    node = write(store, list(range(8)))
+    lease = store.lease([Read(node, 4, 8)])
+    store._books.evict(node, {node.pages[0]})  # type: ignore[arg-type]
+    forget_cache(store)
+    before = lease.extents(0)
+    assert compute(store, node) == [node]
+    assert lease.extents(0) == before and lease.pages[0].tolist() != node.pages[1:]
+    store.unhold(node)
+    store.check()
+    lease.release()
+    assert_all_pages_back(store)
+
+
+def test_reads_are_there_where_they_can_be_leased_or_loaded() -> None:
+    store = make_store()
+    node = write(store, list(range(8)))
+    other = write(store, list(range(8, 12)))
+    assert store.is_there([Read(node, 0, 8), Read(other, 0, 4)]) and store.is_there([])
+    store._books.evict(node, {node.pages[1]})  # type: ignore[arg-type]
+    assert store.is_there([Read(node, 0, 4)]) and store.is_there([Read(node, 4, 4)])
+    assert not store.is_there([Read(other, 0, 4), Read(node, 3, 5)])
+    with refused("span_out_of_range", "reads[1]"):
+        store.is_there([Read(other, 0, 4), Read(node, 3, 9)])
+    assert node.leases == 0 and store.stats().leases == 0
+    store.unhold(node)
+    with refused("state_released", "reads[0]"):
+        store.is_there([Read(node, 0, 8)])
+    store.check()

@@ -69,7 +69,7 @@ def test_a_fragment_without_reads_is_reused_at_any_position_and_the_extents_tell
     with store.lease([Read(prompt, 0, 5), Read(second, 2, 9)]) as lease:
         extents = [tuple(extent)[1:] for extent in lease.extents(1)]
         assert lease.bases(1) == [stored - lo for lo, _, stored in extents]
-        assert [*lease.all_bases()] == [*lease.bases(0), *lease.bases(1)]
+        assert [lease.base_of[page] for page in lease.pages[1]] == lease.bases(1)
         assert extents == [(2, 4, 2), (0, 4, 4), (0, 1, 13)]
 
 
@@ -246,3 +246,20 @@ def test_reuse_can_be_held_to_the_position_at_which_pages_were_computed() -> Non
         return reused
 
     assert (behind(here, 20), behind(there, 11)) == (8, 0), "equal text that was computed elsewhere"
+
+
+def test_keys_are_digests_of_fields_whatever_is_put_together_ahead() -> None:
+    """Directories on disk know pages by them."""
+    store = make_store()
+    source = write(store, [1, 2, 3, 4, 5])
+    node = child(store, source, [6, 7])
+    signature = [field for name, value in node.signature for field in (("signature", name), ("value", value))]
+    fields = [(tag, text.encode()) for tag, text in [("salt", node.salt), *signature]]
+    empty = reuse.digest(fields)
+    read = [("source", source.content_key(5)), ("read", reuse.pack((0, 5, -5)))]
+    assert source.context.key == empty and node.context.key == reuse.digest([*fields, *read])
+    assert node.content_key(2) == reuse.digest(
+        [("context", node.context.key), ("tokens", reuse.pack([6, 7]))]
+    )
+    first = reuse.Prefix(node.context, (6, 7))
+    assert first.key == reuse.digest([("before", node.context.key), ("page", reuse.pack([6, 7]))])

@@ -125,8 +125,39 @@ def test_a_running_reader_keeps_the_pages_of_a_released_state() -> None:
     assert store.stats().pages_live == 1 and lease.extents(0) == before
     lease.release()
     assert_all_pages_back(store)
-    with refused("lease_released"):
-        lease.extents(0)
+    for ask in (lambda: lease.extents(0), lambda: lease.bases(0), lambda: lease.base_of):
+        with refused("lease_released"):
+            ask()
+
+
+def test_each_reader_keeps_what_it_reads_of_a_released_state_and_no_more() -> None:
+    """The page in the middle is read by both, by one of them twice."""
+    store = make_store()
+    node = write(store, list(range(12)))
+    first = store.lease([Read(node, 0, 5)])
+    second = store.lease([Read(node, 4, 12), Read(node, 6, 8)])
+    extents = first.extents(0), second.extents(0), second.extents(1)
+    store.unhold(node)
+    store.check()
+    refs = store._books.pool.refs
+    assert [refs[page] for page in second.pages[0]] == [3, 1] and refs[first.pages[0][0]] == 1
+    assert (first.extents(0), second.extents(0), second.extents(1)) == extents
+    second.release()
+    store.check()
+    assert [refs[page] for page in first.pages[0]] == [1, 1] and store.stats().pages_live == 2
+    first.release()
+    assert_all_pages_back(store)
+
+
+def test_a_page_of_a_released_state_waits_for_the_step_that_read_it_under_a_lease() -> None:
+    store = make_store()
+    node = write(store, [1, 2, 3, 4])
+    with store.lease([Read(node, 0, 4)]):
+        fence = store.begin_step()
+    store.unhold(node)
+    assert store.stats().pages_waiting == 1
+    store.end_step(fence)
+    assert_all_pages_back(store)
 
 
 def test_unholding_more_often_than_holding_is_refused() -> None:

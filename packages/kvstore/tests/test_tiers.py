@@ -115,6 +115,22 @@ def test_a_state_that_is_read_can_be_read_while_it_is_stored_and_leaves_when_it_
     balanced(store)
 
 
+def test_what_the_host_has_or_sends_is_there() -> None:
+    store, transfer = setup()
+    node = write(store, list(range(8)))
+    offload(store, transfer, node)
+    use_all_pages(store)
+    assert store.is_there([read(node)])
+    assert store.load([read(node)]) == 2
+    assert store.is_there([read(node)]), "on its way"
+    transfer.end(2)
+    store.poll()
+    store.evict_host(node)
+    store.evict(node)
+    assert not store.is_there([read(node)])
+    store.check()
+
+
 def test_a_pinned_state_is_stored_and_stays_on_the_device_until_it_is_unpinned() -> None:
     store, transfer = setup()
     node = write(store, list(range(6)))
@@ -252,7 +268,7 @@ def test_overlapping_reads_of_one_state_through_several_parents_load_each_page_o
     transfer.end(2)
     store.poll()
     lease = store.lease(reads)
-    assert store._books.pool.refs[node.pages[1]] == 4  # type: ignore[index]
+    assert node.leases == 3 and {run[-1] for run in lease.pages[::2]} == {node.pages[1]}
     lease.release()
     balanced(store)
 

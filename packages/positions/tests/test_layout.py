@@ -149,7 +149,7 @@ A, B = GOOD.segments
         {"segments": (A, Segment("b", 0, 5, 0, -4))},
         {"segments": (A, Segment("b", 0, 0, 0, -4), B)},
         {"segments": (A, Segment("b", 0, 2, 0, -4), Segment("b", 2, 4, 2, -4))},
-        {"segments": (A, replace(B, delta=-3))},
+        {"segments": (A, B._replace(delta=-3))},
         {"segments": (A, Segment("b", 0, 4, -1, -5))},
         {"own_start": 7},
         {"own_start": -1},

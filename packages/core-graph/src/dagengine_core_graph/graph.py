@@ -7,7 +7,7 @@ never tokens, text or KV. A refused call changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from .compile import Reading, VisibleContext, place, place_passing
 from .context import Artifact, Digest, Inherit, NodeId, Reference, Span
@@ -266,21 +266,22 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _check_span(span: object, length: int, field: str) -> None:
+def _check_span(span: object, length: int, *field: str) -> None:
     if not (isinstance(span, tuple) and len(span) == 2 and _is_int(span[0]) and _is_int(span[1])):
         raise GraphError(
             "invalid_request",
             f"a span is prompt, output, turn, all or (start, stop), not {short(span)}",
-            field,
+            ".".join(field),
         )
     if not 0 <= span[0] <= span[1] <= length:
         raise GraphError(
-            "span_out_of_range", f"{short(list(span))} is not within the node's {length} tokens", field
+            "span_out_of_range",
+            f"{short(list(span))} is not within the node's {length} tokens",
+            ".".join(field),
         )
 
 
 def _check_spans(spans: NodeSpans, length: int) -> None:
-    for named in fields(spans):
-        span = getattr(spans, named.name)
+    for name, span in (("output", spans.output), ("turn", spans.turn), ("prompt", spans.prompt)):
         if span is not None:
-            _check_span(span, length, f"spans.{named.name}")
+            _check_span(span, length, "spans", name)

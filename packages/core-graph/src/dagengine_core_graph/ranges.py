@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Owner(Protocol):
@@ -23,8 +22,7 @@ class Owner(Protocol):
     def serial(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRange:
+class TokenRange(NamedTuple):
     """A non-empty run `[start, stop)` of one node's token instances."""
 
     node: Hashable
@@ -156,8 +154,14 @@ class Placement:
         """Place the tokens `[start, stop)` of `owner` that are not placed yet; the range may be empty."""
         if start == stop:
             return
-        self._index(owner.serial)
-        for a, b in claim(self._bounds.setdefault(owner, []), start, stop):
+        if self._unread.newest >= owner.serial:
+            self._index(owner.serial)
+        bounds = self._bounds.get(owner)
+        if bounds is None:
+            self._bounds[owner] = [start, stop]
+            self.placed = self.placed.extend(owner, start, stop)
+            return
+        for a, b in claim(bounds, start, stop):
             self.placed = self.placed.extend(owner, a, b)
 
     def _index(self, serial: int) -> None:

@@ -37,7 +37,7 @@ from .prepare import Preparer, ResolvedRef
 from .records import engine_facts
 from .request import Event, FinishedEvent, Request, check_parent, check_request
 from .runner import Chunk, Runner
-from .running import RunningRequest
+from .running import Answer, RunningRequest
 from .sampler import NonFiniteLogits, Sampled, Sampler
 from .scheduler import Scheduler, work_ids
 from .sequence import Sequence
@@ -117,7 +117,8 @@ class EngineCore(StateOperations):
         self._requests: dict[str, RunningRequest] = {}
         self._backends: dict[str, AttentionBackend] = {self.default_backend: self.attention.backend}
         self._arrivals = count()
-        self._events: list[Event] = []
+        self._events: list[Event | RunningRequest] = []  # a request for its terminal event, still to be made
+        self._begun = False  # whether a request began since the last batch was chosen
         self._seeds = (
             torch.Generator().manual_seed(config.seed) if config.seed is not None else torch.Generator()
         )
@@ -175,11 +176,14 @@ class EngineCore(StateOperations):
             raise
         for running in accepted:
             request = running.request
-            read = {ref.request for ref in request.context if ref.request is not None}
-            running.parents = read.union(request.after)
+            read: dict[str, list[int]] = {waited: [] for waited in request.after}
+            for index, ref in enumerate(request.context):
+                if ref.request is not None:
+                    read.setdefault(ref.request, []).append(index)
+            running.parents = set(read)
             self._requests[request.id] = running
-            for parent in sorted(running.parents):
-                self._requests[parent].children.append(request.id)
+            for parent, indices in read.items():
+                self._requests[parent].children[request.id] = indices
         for request in requests:
             self._try_begin(request.id)
 
@@ -267,6 +271,7 @@ class EngineCore(StateOperations):
         running.release_targets(self.store)
         for sequence in sequences:
             self._scheduler.add(sequence)
+        self._begun = True
 
     def _draw_seed(self) -> int:
         return int(torch.randint(0, 2**62, (1,), generator=self._seeds))
@@ -327,7 +332,7 @@ class EngineCore(StateOperations):
     def take_events(self) -> list[Event]:
         """What happened outside of a step, such as a cancellation."""
         events, self._events = self._events, []
-        return events
+        return [self._ended_well(event) if isinstance(event, RunningRequest) else event for event in events]
 
     def abort_all(self, error: DagError) -> None:
         """End every request, and wait for the steps in flight."""
@@ -338,14 +343,17 @@ class EngineCore(StateOperations):
     def step(self) -> list[Event]:
         """Launch one batch, collect the one before it (without `overlap` this one too), and return what happened since
         the last call. Errors of a batch end its requests only.
+
+        With `overlap`, where that leaves the device with nothing to do and let other requests begin, their first batch
+        is launched too, before the records of those that ended are made.
         """
         self.pump()
         in_flight = self._pipeline.num_in_flight
-        chunks = self._scheduler.schedule(in_flight=in_flight > 0)
+        chunks = self._schedule()
         if chunks is None:
             self._collect()
             self._seal_complete()
-            chunks = self._scheduler.schedule()
+            chunks = self._schedule()
         assert chunks is not None
         self._progressed = bool(chunks or in_flight)
         if chunks:
@@ -354,6 +362,11 @@ class EngineCore(StateOperations):
         if self._pipeline.num_in_flight > (1 if chunks and self.overlap else 0):
             self._collect()
         self._seal_complete()
+        if self.overlap and self._begun and not self._pipeline.num_in_flight:
+            chunks = self._schedule()
+            if chunks:
+                self._launch(chunks)
+                self.on_launch()
         if len(self.preparer.graph) > 2 * len(self._requests) + 1024 and self._stats.steps % 256 == 0:
             self.preparer.forget_dropped()
         return self.take_events()
@@ -381,6 +394,10 @@ class EngineCore(StateOperations):
                 if isinstance(target.node, NodeRecord):
                     passed = self.preparer.graph.node(target.node.uid).passed
                     yield [target.node, *(self.preparer.record(r.node) for r in passed)]
+
+    def _schedule(self) -> list[Chunk] | None:
+        self._begun = False
+        return self._scheduler.schedule(in_flight=self._pipeline.num_in_flight > 0)
 
     def _launch(self, chunks: list[Chunk]) -> None:
         if self.host_tier is not None:
@@ -496,23 +513,18 @@ class EngineCore(StateOperations):
         if node is None:
             self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
         else:
+            handed = False
             try:
                 state = self._keep(running.request, node)
-                self._hand_to_children(running, node)
+                handed = self._hand_to_children(running, node)
             except Exception as error:
                 log.exception("a sealed node could not be kept; its request ends")
                 refusal = as_dag_error(error)
-            self.store.unhold(node)
-        assert running.prepared is not None and running.began is not None
-        running.choices[sequence.index] = sequence.choice(
-            running.prepared,
-            state,
-            self._backend(sequence.backend).implementation,
-            running.submitted,
-            running.began,
-            self.facts,
-        )
-        if refusal is not None or len(running.choices) == len(running.sequences):
+            if not handed:
+                self.store.unhold(node)
+        implementation = self._backend(sequence.backend).implementation
+        running.answers[sequence.index] = Answer(sequence, state, implementation)
+        if refusal is not None or len(running.answers) == len(running.sequences):
             self._finish(running, refusal)
 
     def _keep(self, request: Request, node: NodeRecord) -> str | None:
@@ -522,13 +534,19 @@ class EngineCore(StateOperations):
             return None
         return self.store.name(node, salt=request.salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin)
 
-    def _hand_to_children(self, running: RunningRequest, node: NodeRecord) -> None:
-        for child_id in running.children:
-            child = self._requests.get(child_id)
-            if child is not None:
-                for index, ref in enumerate(child.request.context):
-                    if ref.request == running.request.id:
-                        child.hold(self.store, index, ResolvedRef(node, ref.at, ref), None)
+    def _hand_to_children(self, running: RunningRequest, node: NodeRecord) -> bool:
+        """Hold a sealed node for each reference to it. Returns whether one took over the hold that sealing gave."""
+        readers = [
+            (child, index, ResolvedRef(node, child.request.context[index].at, child.request.context[index]))
+            for child_id, indices in running.children.items()
+            if (child := self._requests.get(child_id)) is not None
+            for index in indices
+        ]
+        for child, index, target in readers[1:]:
+            child.hold(self.store, index, target, None)
+        for child, index, target in readers[:1]:
+            child.targets[index] = target, None
+        return bool(readers)
 
     def _finish(self, running: RunningRequest, error: DagError | None) -> None:
         """The one way out: free what the request still holds, tell its dependents, emit its terminal event."""
@@ -540,9 +558,11 @@ class EngineCore(StateOperations):
                 continue
             error = error and _without_frames(error)
             self._free(running, failed=error is not None)
-            choices = () if error else tuple(running.choices[i] for i in sorted(running.choices))
-            self._stats.finish(error, choices)
-            self._events.append(FinishedEvent(request_id, choices, error))
+            if error is None:
+                self._events.append(running)
+            else:
+                self._stats.finish(error, ())
+                self._events.append(FinishedEvent(request_id, (), error))
             for child_id in running.children:
                 child = self._requests.get(child_id)
                 if child is None:
@@ -553,17 +573,31 @@ class EngineCore(StateOperations):
                     child.parents.discard(request_id)
                     self._try_begin(child_id)
 
+    def _ended_well(self, running: RunningRequest) -> FinishedEvent:
+        """The terminal event of a request without an error: with its answers and their records."""
+        request_id = running.request.id
+        try:
+            choices = running.choices(self.facts)
+        except Exception as caught:
+            log.exception("an answer could not be recorded; its request ends with that error")
+            self._free(running, failed=True)
+            error = _without_frames(as_dag_error(caught))
+            self._stats.finish(error, ())
+            return FinishedEvent(request_id, (), error)
+        self._stats.finish(None, choices)
+        return FinishedEvent(request_id, choices)
+
     def _free(self, running: RunningRequest, *, failed: bool) -> None:
         """Let go of everything that the request still holds; a failed one leaves no state."""
         for sequence in running.sequences:
-            if sequence.index not in running.choices:
+            if sequence.index not in running.answers:
                 self._scheduler.remove(sequence)
                 self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
         running.release_targets(self.store)
-        for choice in running.choices.values():
-            if failed and choice.dag.state is not None:
+        for answer in running.answers.values():
+            if failed and answer.state is not None:
                 try:
-                    self.store.release(choice.dag.state)
+                    self.store.release(answer.state)
                 except KVStoreError as error:
                     if error.code != "state_released":
                         raise

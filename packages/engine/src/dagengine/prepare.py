@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain, count
+from itertools import count
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -24,7 +25,7 @@ from dagengine_core_graph import (
     compile_context,
     make_reference,
 )
-from dagengine_kvstore import KVStore, Lease, NodeRecord, NotResident, Parent, Read, Writer
+from dagengine_kvstore import KVStore, Lease, NodeRecord, Parent, Read, Writer
 from dagengine_positions import Layout, ModelAdapter, ModelGeometry, Segment, check_room, lay_out
 
 from .errors import DagError, as_dag_error, shown
@@ -41,8 +42,7 @@ class PlannedNode:
     length: int
 
 
-@dataclass(frozen=True)
-class ResolvedRef:
+class ResolvedRef(NamedTuple):
     """A reference whose target is known: a sealed node (or a planned one), and where the handle cuts it."""
 
     node: NodeRecord | PlannedNode
@@ -95,23 +95,22 @@ class Preparer:
             DagError: `state_not_found`, `state_released`, `span_out_of_range`, `invalid_request`; the field is
                 `context[i].state` or `context[i].at`.
         """
-        field = f"context[{index}]"
         if not isinstance(ref.state, str):
-            raise DagError("invalid_request", "a reference names a state", f"{field}.state")
+            raise DagError("invalid_request", "a reference names a state", f"context[{index}].state")
         try:
             node, cut = self._store.resolve(ref.state, salt)
         except Exception as error:
             found = as_dag_error(error)
-            raise DagError(found.code, found.message, f"{field}.state") from None
-        if ref.at is not None and (isinstance(ref.at, bool) or not isinstance(ref.at, int)):
-            raise DagError("invalid_request", f"at is a number of tokens, not {shown(ref.at)}", f"{field}.at")
-        if ref.at is not None and not 0 <= ref.at <= cut:
-            raise DagError(
-                "span_out_of_range",
-                f"at must be from 0 to {cut}, the state's length, not {shown(ref.at)}",
-                f"{field}.at",
-            )
-        at = cut if ref.at is None else ref.at
+            raise DagError(found.code, found.message, f"context[{index}].state") from None
+        at = ref.at
+        if at is None:
+            at = cut
+        elif isinstance(at, bool) or not isinstance(at, int):
+            message = f"at is a number of tokens, not {shown(at)}"
+            raise DagError("invalid_request", message, f"context[{index}].at")
+        elif not 0 <= at <= cut:
+            message = f"at must be from 0 to {cut}, the state's length, not {shown(at)}"
+            raise DagError("span_out_of_range", message, f"context[{index}].at")
         return ResolvedRef(node, at if at < node.length else None, ref)
 
     def prepare(self, request: Request, refs: Sequence[ResolvedRef]) -> Prepared:
@@ -121,14 +120,20 @@ class Preparer:
             DagError: any refusal of the definition that needs no GPU work to be seen.
         """
         begin = time.perf_counter()
+        nodes = {ref.node.uid: ref.node for ref in refs}
         try:
-            references = tuple(_reference(ref, index) for index, ref in enumerate(refs))
+            references = [_reference(ref, index) for index, ref in enumerate(refs)]
             context = compile_context(self.graph, references)
         except GraphError as error:
             raise as_dag_error(error, "context") from None
         compiled = time.perf_counter()
         try:
-            layout = lay_out(request.position, context, self._stored_start, request.position_options)
+            layout = lay_out(
+                request.position,
+                context,
+                lambda uid: (nodes.get(uid) or self._node(uid)).own_start,
+                request.position_options,
+            )
         except Exception as error:
             raise _about_layout(error) from None
         try:
@@ -161,14 +166,18 @@ class Preparer:
             context=context,
             layout=layout,
             reads=tuple(
-                Read(self._records[s.node], s.start, s.stop, s.delta)
-                for s in layout.segments
-                if s.node in self._records
+                [
+                    Read(node, start, stop, delta)
+                    for uid, start, stop, _, delta in layout.segments
+                    if isinstance(node := nodes.get(uid) or self._node(uid), NodeRecord)
+                ]
             ),
             parents=tuple(
-                Parent(ref.node, reading.reference.mode, reading.start, reading.stop)  # type: ignore[arg-type]
-                for ref, reading in zip(refs, context.readings, strict=True)
-                if isinstance(ref.node, NodeRecord)
+                [
+                    Parent(ref.node, reference.mode, start, stop)  # type: ignore[arg-type]
+                    for ref, (reference, _, start, stop) in zip(refs, context.readings, strict=True)
+                    if isinstance(ref.node, NodeRecord)
+                ]
             ),
             max_tokens=max_tokens,
             num_pages=num_pages,
@@ -265,11 +274,7 @@ class Preparer:
 
     def is_there(self, read: Read) -> bool:
         """Whether all pages of a read are on the device now, or on the host."""
-        try:
-            self._store.lease([read]).release()
-        except NotResident as missing:
-            return not missing.nowhere
-        return True
+        return self._store.is_there([read])
 
     def matching(self, request: Request, prepared: Prepared) -> int:
         """Own input tokens whose pages are there already."""
@@ -280,8 +285,8 @@ class Preparer:
         finally:
             self.discard(writer)
 
-    def _stored_start(self, uid: object) -> int:
-        return self._planned[uid].own_start if isinstance(uid, tuple) else self._records[uid].own_start  # type: ignore[index]
+    def _node(self, uid: object) -> NodeRecord | PlannedNode:
+        return self._planned[uid] if isinstance(uid, tuple) else self._records[uid]
 
     def _fit(self, request: Request, layout: Layout, max_tokens: int) -> tuple[int, int]:
         """Clamp an unset limit to the pool; refuse what could never be resident at once.
@@ -306,6 +311,8 @@ class Preparer:
 
 def _num_pages(layout: Layout, size: int) -> int:
     """How many pages of `size` tokens the segments lie in, each node's own counted once."""
+    if len({node for node, *_ in layout.segments}) == len(layout.segments):
+        return sum([-(-stop // size) - start // size for _, start, stop, _, _ in layout.segments])
     ranges: dict[object, list[tuple[int, int]]] = {}
     for segment in layout.segments:
         pages = (segment.start // size, -(-segment.stop // size))
@@ -343,19 +350,20 @@ def context_extents(reads: Sequence[Read], lease: Lease) -> Extents:
     """
     if not reads:
         return EMPTY
-    size = lease.page_size
-    runs = lease.pages
-    counts = np.array([len(run) for run in runs], np.int64)
-    starts = np.array([read.start for read in reads], np.int64)
-    stops = np.array([read.stop for read in reads], np.int64)
-    views = np.array([read.view_start for read in reads], np.int64) - starts
+    size, runs = lease.page_size, lease.pages
+    each: list[tuple[int, int, int, int]] = []
+    before = 0
+    for (node, start, stop, delta), run in zip(reads, runs, strict=True):
+        each.append((start, stop, node.own_start + delta, (start // size - before) * size))
+        before += len(run)
+    starts, stops, views, firsts = np.repeat(np.array(each), [len(run) for run in runs], axis=0).T
     # The first row of a read's i-th page is its node's token firsts[i].
-    before = np.cumsum(counts) - counts
-    firsts = (np.arange(counts.sum()) + np.repeat(starts // size - before, counts)) * size
-    rows = np.empty((len(firsts), 5), np.int32)
-    rows[:, PAGE] = np.fromiter(chain.from_iterable(runs), np.int32, len(firsts))
-    rows[:, LO] = np.maximum(np.repeat(starts, counts) - firsts, 0)
-    rows[:, HI] = np.minimum(np.repeat(stops, counts) - firsts, size)
-    rows[:, STORED] = np.fromiter(lease.all_bases(), np.int32, len(firsts)) + rows[:, LO]
-    rows[:, DELTA] = np.repeat(views, counts) + firsts + rows[:, LO] - rows[:, STORED]
+    firsts = firsts + np.arange(0, before * size, size)
+    pages = np.frombuffer(b"".join(runs), np.int32)
+    rows = np.empty((len(pages), 5), np.int32)
+    lows = np.maximum(starts - firsts, 0)
+    stored = np.frombuffer(lease.base_of, np.int64)[pages] + lows
+    rows[:, PAGE], rows[:, LO], rows[:, STORED] = pages, lows, stored
+    rows[:, HI] = np.minimum(stops - firsts, size)
+    rows[:, DELTA] = views + firsts + lows - stored
     return rows

@@ -18,6 +18,9 @@ from .sampling import SamplingParams
 
 FORMAT: Final = "dagengine.record/v1"
 
+_PLAIN_SAMPLING = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
+_REFERENCE = tuple(field.name for field in fields(ContextRef))
+
 
 def engine_facts(
     config: EngineConfig, signature: Mapping[str, str], device: torch.device
@@ -95,11 +98,8 @@ def request_inputs(request: Request) -> dict[str, Any]:
 
 def sampling_options(params: SamplingParams) -> dict[str, Any]:
     """The parameters that are not the default, as `SamplingParams.from_mapping` takes them."""
-    plain = SamplingParams()
     named = {
-        field.name: getattr(params, field.name)
-        for field in fields(params)
-        if getattr(params, field.name) != getattr(plain, field.name)
+        name: value for name, plain in _PLAIN_SAMPLING.items() if (value := getattr(params, name)) != plain
     }
     if "logit_bias" in named:
         named["logit_bias"] = {str(token): bias for token, bias in named["logit_bias"].items()}
@@ -107,7 +107,7 @@ def sampling_options(params: SamplingParams) -> dict[str, Any]:
 
 
 def _reference(ref: ContextRef) -> dict[str, Any]:
-    named = {field.name: value for field in fields(ref) if (value := getattr(ref, field.name)) is not None}
+    named = {name: value for name in _REFERENCE if (value := getattr(ref, name)) is not None}
     if isinstance(ref.span, tuple):
         named["span"] = list(ref.span)
     return named

@@ -10,6 +10,7 @@ from .errors import DagError, shown
 from .sampling import SamplingParams
 
 Mode = Literal["inherit", "digest", "artifact"]
+MODES: tuple[Mode, ...] = ("inherit", "digest", "artifact")
 SpanName = Literal["prompt", "output", "turn", "all"]
 MAX_TTL_S = 10**9
 MAX_NAME = 128
@@ -183,7 +184,8 @@ def check_request(request: Request, vocab_size: int, *, has_text: bool) -> None:
     _check_ids(request.input_ids, vocab_size)
     _check_types(request)
     for index, ref in enumerate(request.context):
-        _check_reference(ref, f"context[{index}]")
+        if not _is_plain(ref):
+            _check_reference(ref, f"context[{index}]")
     for index, waited in enumerate(request.after):
         if not isinstance(waited, str):
             raise DagError(
@@ -244,6 +246,16 @@ def _check_types(request: Request) -> None:
         )
 
 
+def _is_plain(ref: ContextRef) -> bool:
+    """Whether this is nothing but a state and a mode, as nearly all are, and nothing is wrong with that."""
+    return (
+        type(ref) is ContextRef
+        and type(ref.state) is str
+        and ref.request is ref.at is ref.start is None
+        and ref.mode in MODES
+    )
+
+
 def _check_reference(ref: ContextRef, path: str) -> None:
     if not isinstance(ref, ContextRef):
         raise DagError("invalid_request", f"a reference is a ContextRef, not {shown(ref)}", path)
@@ -252,7 +264,7 @@ def _check_reference(ref: ContextRef, path: str) -> None:
     for name, value in (("state", ref.state), ("request", ref.request)):
         if value is not None and not isinstance(value, str):
             raise DagError("invalid_request", f"a {name} id is a text, not {shown(value)}", f"{path}.{name}")
-    if ref.mode not in ("inherit", "digest", "artifact"):
+    if ref.mode not in MODES:
         rule = f"mode is inherit, digest or artifact, not {shown(ref.mode)}"
         raise DagError("invalid_request", rule, f"{path}.mode")
     for name, number in (("at", ref.at), ("start", ref.start)):

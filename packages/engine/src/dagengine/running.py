@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dagengine_kvstore import KVStore, NodeRecord
 
@@ -10,6 +12,14 @@ from .errors import as_dag_error
 from .prepare import Prepared, ResolvedRef
 from .request import Choice, Request
 from .sequence import Sequence
+
+
+class Answer(NamedTuple):
+    """A finished answer: its sequence, the id under which it was kept, if it was, and what ran as its backend."""
+
+    sequence: Sequence
+    state: str | None
+    implementation: str
 
 
 @dataclass(eq=False)
@@ -20,8 +30,8 @@ class RunningRequest:
         arrival: its number in the order of submissions.
         parents: ids of requests of the same submission that it waits for.
         targets: what its references name, by index, and the first tokens held of it until this request began.
-        children: ids of requests that wait for it.
-        choices: finished answers, by index.
+        children: requests that wait for it, by id, and which of their references name it.
+        answers: finished ones, by index.
     """
 
     request: Request
@@ -29,9 +39,9 @@ class RunningRequest:
     arrival: int
     parents: set[str] = field(default_factory=set)
     targets: dict[int, tuple[ResolvedRef, int | None]] = field(default_factory=dict)
-    children: list[str] = field(default_factory=list)
+    children: dict[str, list[int]] = field(default_factory=dict)
     sequences: list[Sequence] = field(default_factory=list)
-    choices: dict[int, Choice] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
     prepared: Prepared | None = None
     began: float | None = None
 
@@ -50,6 +60,14 @@ class RunningRequest:
             assert isinstance(target.node, NodeRecord)
             store.unhold(target.node, at)
         self.targets.clear()
+
+    def choices(self, facts: Mapping[str, object]) -> tuple[Choice, ...]:
+        """The finished answers, in order; `facts` of the engine are for their records."""
+        assert self.prepared is not None and self.began is not None
+        return tuple(
+            sequence.choice(self.prepared, state, implementation, self.submitted, self.began, facts)
+            for _, (sequence, state, implementation) in sorted(self.answers.items())
+        )
 
     def seen_tokens(self) -> list[int]:
         """Token ids that a repetition penalty looks at besides the sampled ones; none where there is no penalty."""

@@ -56,23 +56,27 @@ class Views:
         """
         size = self._page_size
         pieces: list[Extents] = []
+        rows, listed, static, last_rows = [0], [0], [], []
         for work, count in zip(works, counts.tolist(), strict=True):
-            pieces.append(work.context)
-            pieces.append(self._own_pages(work, work.computed + count))
-        lengths = np.array([len(piece) for piece in pieces], np.int32)
-        extent_indptr = _indptr(lengths[::2] + lengths[1::2])
+            end = work.computed + count
+            own = self._own_pages(work, end)
+            pieces += work.context, own
+            static.append(len(work.context))
+            rows.append(rows[-1] + count)
+            listed.append(listed[-1] + static[-1] + len(own))
+            last_rows.append(end - (len(own) - 1) * size)
         extents = np.concatenate(pieces)
-        ends = np.array([work.computed for work in works]) + counts
-        extents[extent_indptr[1:] - 1, HI] = ends - (lengths[1::2].astype(np.int64) - 1) * size
+        extent_indptr = np.array(listed, np.int32)
+        extents[extent_indptr[1:] - 1, HI] = last_rows
         return SegmentTable(
-            q_indptr=_indptr(counts),
+            q_indptr=np.array(rows, np.int32),
             q_positions=positions,
             extent_indptr=extent_indptr,
             extents=extents,
             page_size=size,
             num_pages=self._num_pages,
-            sequence_ids=tuple(work.id for work in works),
-            static_extents=lengths[::2].copy(),
+            sequence_ids=tuple([work.id for work in works]),
+            static_extents=np.array(static, np.int32),
         )
 
     def _own_pages(self, work: Work, end: int) -> Extents:
@@ -96,9 +100,3 @@ class Views:
             new[:, DELTA] = work.own_start + size * np.arange(known, count) - found[:, 3]
             own.pages = pages[:count]
         return own.extents[:count]
-
-
-def _indptr(counts: NDArray[np.integer]) -> NDArray[np.int32]:
-    indptr = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=indptr[1:])
-    return indptr

@@ -194,14 +194,22 @@ class AttentionBackend(ABC):
         rotary: RotaryTable | None,
         device: torch.device | str,
         dtype: torch.dtype,
+        *,
+        planner_checks: bool = False,
     ) -> torch.device:
-        """What every `plan` starts with."""
-        table.validate()
+        """What every `plan` starts with. Where the planner checks what the table lists, so that this is not looked at
+        twice, `check_reach` is left to the caller, once the table is planned.
+        """
+        if planner_checks:
+            table.check_unplanned()
+        else:
+            table.validate()
         device = torch.device(device)
         self.capabilities.check(self.name, table, shape, device.type, dtype)
         if rotary is not None:
             check_head_dim(rotary, shape.head_dim)
-            check_reach(table, rotary.length)
+            if not planner_checks:
+                check_reach(table, rotary.length)
         return device
 
     def _check_run(
@@ -233,6 +241,8 @@ def check_reach(table: SegmentTable, length: int) -> None:
     if not table.num_rows or not len(table.extents):
         return
     last = last_positions(table)
+    if int(last.max()) - min(0, int(table.extents[:, DELTA].min())) < length:
+        return
     counts = np.diff(table.extent_indptr)
     row_last = np.repeat(last, counts)
     needed = np.maximum(row_last, row_last - table.extents[:, DELTA])

@@ -24,6 +24,8 @@ PAGE, LO, HI, STORED, DELTA = range(5)
 
 _LARGEST = 2**31 - 1
 
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceSegments:
@@ -113,41 +115,67 @@ class SegmentTable:
         Raises:
             KernelError: code ``invalid_segment_table``; `field` names the array and the first row at fault.
         """
-        if self.page_size < 1:
-            raise KernelError(INVALID_TABLE, f"must be at least 1, not {self.page_size}", "page_size")
+        self._check_page_size()
         self._check_arrays()
         for name in ("q_indptr", "extent_indptr"):
             indptr = getattr(self, name)
             if indptr[0] != 0:
                 raise KernelError(INVALID_TABLE, f"must start with 0, not {indptr[0]}", f"{name}[0]")
             _refuse(indptr[1:] < indptr[:-1], lambda i, n=name: (f"{n}[{i + 1}]", "must not decrease"))
-        sequences = len(self.q_indptr) - 1
         for name, end, have in (
             ("q_positions", self.q_indptr[-1], len(self.q_positions)),
             ("extents", self.extent_indptr[-1], len(self.extents)),
         ):
             if end != have:
                 raise KernelError(INVALID_TABLE, f"has {have} rows but its indptr ends at {end}", name)
+        self._check_ids()
+        self._check_positions()
+        if not self._fit_together():
+            self._check_each_extent()
+        self._check_static()
+
+    def check_unplanned(self) -> None:
+        """Of `validate` what does not bear on what is seen: for a planner that checks the rest. Raises so."""
+        try:
+            self._check_page_size()
+            self._check_arrays()
+            self._check_ids()
+            self._check_static()
+        except KernelError:
+            self.validate()
+            raise
+
+    def _check_page_size(self) -> None:
+        if self.page_size < 1:
+            raise KernelError(INVALID_TABLE, f"must be at least 1, not {self.page_size}", "page_size")
+
+    def _check_ids(self) -> None:
+        sequences = len(self.q_indptr) - 1
         if len(self.sequence_ids) != sequences:
             message = f"must name {sequences} sequences, names {len(self.sequence_ids)}"
             raise KernelError(INVALID_TABLE, message, "sequence_ids")
         if len(set(self.sequence_ids)) != sequences:
             raise KernelError(INVALID_TABLE, "must be distinct within a batch", "sequence_ids")
-        self._check_positions()
-        self._check_extents()
+
+    def _check_static(self) -> None:
+        counts = np.diff(self.extent_indptr)
+        _refuse(
+            (self.static_extents < 0) | (self.static_extents > counts),
+            lambda i: (f"static_extents[{i}]", f"must be in [0, {counts[i]}], is {self.static_extents[i]}"),
+        )
 
     def _check_arrays(self) -> None:
         arrays = (
-            ("q_indptr", np.int32, 1, None),
-            ("q_positions", np.int64, 1, None),
-            ("extent_indptr", np.int32, 1, len(self.q_indptr)),
-            ("extents", np.int32, 2, None),
-            ("static_extents", np.int32, 1, len(self.q_indptr) - 1),
+            ("q_indptr", _INT32, 1, None),
+            ("q_positions", _INT64, 1, None),
+            ("extent_indptr", _INT32, 1, len(self.q_indptr)),
+            ("extents", _INT32, 2, None),
+            ("static_extents", _INT32, 1, len(self.q_indptr) - 1),
         )
         for name, dtype, ndim, length in arrays:
             array = getattr(self, name)
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != ndim:
-                want = f"must be a numpy array of {np.dtype(dtype).name} with {ndim} axes"
+                want = f"must be a numpy array of {dtype.name} with {ndim} axes"
                 raise KernelError(INVALID_TABLE, want, name)
             if length is not None and len(array) != length:
                 raise KernelError(INVALID_TABLE, f"must have {length} entries, has {len(array)}", name)
@@ -167,7 +195,7 @@ class SegmentTable:
         jumps[first_rows[(first_rows > 0) & (first_rows < len(positions))] - 1] = False
         _refuse(jumps, lambda i: (f"q_positions[{i + 1}]", "must follow the row before it by 1"))
 
-    def _check_extents(self) -> None:
+    def _check_each_extent(self) -> None:
         page, lo, hi, stored, delta = self.extents.T
         bad = (page < 0) | (page >= self.num_pages) | (lo < 0) | (lo >= hi) | (hi > self.page_size)
         bad |= (stored < 0) | (stored.astype(np.int64) + delta < 0)
@@ -184,10 +212,20 @@ class SegmentTable:
                 raise KernelError(INVALID_TABLE, f"must not be negative, is {stored[i]}", f"{row}.STORED")
             message = f"view position {int(stored[i]) + int(delta[i])} is negative"
             raise KernelError(INVALID_TABLE, message, f"{row}.DELTA")
-        counts = np.diff(self.extent_indptr)
-        _refuse(
-            (self.static_extents < 0) | (self.static_extents > counts),
-            lambda i: (f"static_extents[{i}]", f"must be in [0, {counts[i]}], is {self.static_extents[i]}"),
+
+    def _fit_together(self) -> bool:
+        """Whether all extents are good, told by the least and the greatest of each column; False where that cannot."""
+        if not len(self.extents):
+            return True
+        columns = np.ascontiguousarray(self.extents.T)
+        page, lo, _, stored, delta = columns.min(axis=1).tolist()
+        most_page, _, most_hi, _, _ = columns.max(axis=1).tolist()
+        return bool(
+            min(page, lo, stored) >= 0
+            and most_page < self.num_pages
+            and most_hi <= self.page_size
+            and stored + delta >= 0
+            and (columns[LO] < columns[HI]).all()
         )
 
 

@@ -60,7 +60,7 @@ class Staging:
         if make_event is None and self._on_gpu:
             make_event = torch.cuda.Event
         self._make_event = make_event
-        self._buffers: list[Tensor | None] = [None] * buffers
+        self._buffers: list[tuple[Tensor, NDArray[Any]] | None] = [None] * buffers
         self._events: list[Event | None] = [None] * buffers
         self._at = -1
         self._taken = 0
@@ -68,29 +68,28 @@ class Staging:
     def take(self, length: int) -> NDArray[Any]:
         """The next buffer's first `length` elements, uninitialised; the caller fills them and then calls `send`."""
         self._at = (self._at + 1) % len(self._buffers)
-        event, buffer = self._events[self._at], self._buffers[self._at]
+        event, pair = self._events[self._at], self._buffers[self._at]
         if event is not None:
             event.synchronize()
-        if buffer is None or len(buffer) < length:
+        if pair is None or len(pair[1]) < length:
             size = max(LEAST, 1 << max(length - 1, 0).bit_length())
             buffer = torch.empty(size, dtype=self.dtype, pin_memory=self._on_gpu)
-            self._buffers[self._at] = buffer
+            pair = self._buffers[self._at] = buffer, buffer.numpy()
         self._taken = length
-        taken: NDArray[Any] = buffer.numpy()[:length]
-        return taken
+        return pair[1][:length]
 
     def send(self, to: Tensor) -> None:
         """Queue the copy of what `take` gave to `to`, a contiguous tensor of as many elements, on the current stream.
 
         Raises: KernelError (invalid_argument) where `to` does not fit; it can be tried again then.
         """
-        buffer = self._buffers[self._at]
-        if buffer is None or to.numel() != self._taken or to.dtype != self.dtype or not to.is_contiguous():
+        pair = self._buffers[self._at]
+        if pair is None or to.numel() != self._taken or to.dtype != self.dtype or not to.is_contiguous():
             message = (
                 f"must be {self._taken} contiguous elements of {self.dtype}, is {list(to.shape)} {to.dtype}"
             )
             raise KernelError(INVALID_ARGUMENT, message, "to")
-        to.view(-1).copy_(buffer[: self._taken], non_blocking=True)
+        to.view(-1).copy_(pair[0][: self._taken], non_blocking=True)
         if self._make_event is not None:
             event = self._events[self._at]
             if event is None:

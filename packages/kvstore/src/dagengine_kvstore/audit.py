@@ -35,7 +35,7 @@ def _page_references(books: Books) -> list[str]:
     for writer in (*books.writers.values(), *books.restores.values()):
         expected.update(writer.pages)
     for lease in books.leases:
-        expected.update(page for run in lease.pages for page in run)
+        expected.update(lease.own_pages())
     return [
         f"page {page} has {refs} references, its owners are {expected[page]}"
         for page, refs in enumerate(books.pool.refs)
@@ -86,12 +86,15 @@ def _nodes(books: Books) -> list[str]:
     for lease in books.leases:
         leases.update(read.node for read in lease.reads)
         if lease.is_stale():
-            found.append(f"pages {lease.pages} were handed out again under a lease")
+            pages = [run.tolist() for run in lease.pages]
+            found.append(f"pages {pages} were handed out again under a lease")
     for node in books.nodes():
         if node.leases != leases[node]:
             found.append(f"{node} counts {node.leases} leases, there are {leases[node]}")
         if node.restoring != (node in books.restores):
             found.append(f"{node} is marked restoring={node.restoring}, which is wrong")
+        if not node.run_is_true():
+            found.append(f"{node} has pages {node.pages}, and says {list(node.run() or ())}")
         kept = books.holds.covered_pages(node)
         for index, page in enumerate(node.pages):
             if page is not None and index not in kept:

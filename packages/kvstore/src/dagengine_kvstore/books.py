@@ -138,7 +138,8 @@ class Books:
         """A node refers to its device page no more; its copy stays."""
         page, copy = node.pages[index], copy_of(node, index)
         assert page is not None
-        node.pages[index] = None
+        self._keep_leased(node, index, page)
+        node.set_page(index, None)
         self.pool.drop(page, touched=False)
         if copy is not None and copy.ticket is None:
             self.copies.settle(copy)
@@ -148,7 +149,7 @@ class Books:
         copy = copy_of(node, index)
         assert copy is not None and node.pages[index] is None
         self.pool.share(page)
-        node.pages[index] = page
+        node.set_page(index, page)
         if copy.tier is Tier.HOST:
             copy.to(Tier.DEVICE)
 
@@ -181,7 +182,7 @@ class Books:
         node.status = NodeStatus.SEALED
         node.tokens = tuple(node.tokens)
         node.spans = MappingProxyType(dict(spans))
-        node.pages = list(writer.pages)
+        node.set_pages(writer.pages)
         for page in writer.pages:
             self.pool.touch(page, written=True)
         node.last_used = self.next_use()
@@ -201,13 +202,16 @@ class Books:
         """The writer's pages become the node's; what nothing else holds goes with the writer's hold."""
         node = writer.node
         replaced = node.pages[: len(writer.pages)]
+        for index, old in enumerate(replaced):
+            if old is not None and old != writer.pages[index]:
+                self._keep_leased(node, index, old)
         for index, page in enumerate(writer.pages):
             copy = copy_of(node, index)
             if copy is not None and self.copies.device_page(copy) != page:
                 self.copies.detach(node, index)
             elif copy is not None and copy.tier is Tier.HOST:
                 copy.to(Tier.DEVICE)
-            node.pages[index] = page
+            node.set_page(index, page)
             self.pool.touch(page, written=True)
         writer.pages = []
         for old in reversed(replaced):
@@ -228,10 +232,18 @@ class Books:
     def end_lease(self, lease: Lease) -> None:
         self.releases += 1
         del self.leases[lease]
-        for read, run in zip(lease.reads, lease.pages, strict=True):
+        for read in lease.reads:
             read.node.leases -= 1
-            for page in reversed(run):
-                self.pool.drop(page)
+        self.pool.touch_all(lease.pages)
+        for page in lease.own_pages():
+            self.pool.drop(page)
+
+    def _keep_leased(self, node: NodeRecord, index: int, page: int) -> None:
+        """A node lets go of a page: the leases that read it there refer to it themselves from now on."""
+        if node.leases:
+            for lease in self.leases:
+                for _ in range(lease.keep(node, index, page)):
+                    self.pool.share(page)
 
     def _end_restore(self, writer: RestoreWriter, kind: str) -> None:
         self.releases += 1

@@ -27,6 +27,9 @@ class Claims:
         self._now = 0
         self._claims: weakref.WeakKeyDictionary[NodeRecord, Claim] = weakref.WeakKeyDictionary()
 
+    def __bool__(self) -> bool:
+        return bool(self._claims)
+
     def __getitem__(self, node: NodeRecord) -> Collection[int]:
         """Indices of the node's claimed pages."""
         claim = self._claims.get(node)

@@ -1,17 +1,18 @@
 """Pages pinned for a reader. Knows what was pinned and when it is given back; the store decides if it may be.
 
-A lease refers to its pages itself: while it lasts they stay where and what they are, even if the state that
-they belong to is released.
+While a lease lasts its pages stay where and what they are, even if the state that they belong to is released: a node
+that is leased lets go of a page by `keep`, and then the lease refers to the page itself. So a lease costs what its
+nodes are, not what their pages are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from array import array
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from dagengine_kvstore.errors import KVStoreError
-from dagengine_kvstore.nodes import Extent
+from dagengine_kvstore.nodes import Extent, NodeRecord
 from dagengine_kvstore.pages import PagePool
 from dagengine_kvstore.references import Read
 
@@ -34,14 +35,18 @@ def page_extents(pool: PagePool, pages: Sequence[int], page_size: int, start: in
 
 
 class Lease:
-    """All pages of some reads, pinned until `release`. A context manager."""
+    """All pages of some reads, pinned until `release`. A context manager.
+
+    Attributes:
+        pages: per read, int32 in token order; not to be changed.
+    """
 
     def __init__(
         self,
         pool: PagePool,
         page_size: int,
         reads: tuple[Read, ...],
-        pages: tuple[tuple[int, ...], ...],
+        pages: tuple[array[int], ...],
         on_release: Callable[[Lease], None],
     ) -> None:
         self.reads = reads
@@ -49,7 +54,8 @@ class Lease:
         self._pool = pool
         self.page_size = page_size
         self._on_release = on_release
-        self._generations = self._count_generations()
+        self._born = pool.handed_out
+        self._own: dict[tuple[int, int], int] = {}  # (read, offset of the page in it) -> page
         self._released = False
 
     def __enter__(self) -> Lease:
@@ -79,10 +85,29 @@ class Lease:
         base = self._pool.base
         return [base[page] for page in self.pages[index]]
 
-    def all_bases(self) -> Iterator[int]:
-        """`bases` of all reads, one after the other. Raises as `bases`."""
+    @property
+    def base_of(self) -> memoryview:
+        """The stored position of the first row of any page, int64, by the page's number; to be looked at now.
+
+        Raises as `bases`.
+        """
         self._check_held()
-        return map(self._pool.base.__getitem__, chain.from_iterable(self.pages))
+        return memoryview(self._pool.base).toreadonly()
+
+    def keep(self, node: NodeRecord, index: int, page: int) -> int:
+        """A leased node lets go of a page. Returns how many references this lease takes on it, to be counted now."""
+        taken = 0
+        for number, (read, run) in enumerate(zip(self.reads, self.pages, strict=True)):
+            offset = index - read.start // self.page_size
+            if read.node is node and 0 <= offset < len(run) and (number, offset) not in self._own:
+                assert run[offset] == page
+                self._own[number, offset] = page
+                taken += 1
+        return taken
+
+    def own_pages(self) -> list[int]:
+        """The pages that it refers to itself, as often as it does; the last ones of a read first."""
+        return [self._own[at] for at in sorted(self._own, key=lambda at: (at[0], -at[1]))]
 
     def release(self) -> None:
         """Give the pages back. Raises KVStoreError `lease_released` the second time."""
@@ -92,10 +117,8 @@ class Lease:
 
     def is_stale(self) -> bool:
         """Whether a pinned page was handed out again: never, unless the books are wrong."""
-        return self._count_generations() != self._generations
-
-    def _count_generations(self) -> list[int]:
-        return list(map(self._pool.generation.__getitem__, chain.from_iterable(self.pages)))
+        generation, born = self._pool.generation, self._born
+        return any(generation[page] > born for run in self.pages for page in run)
 
     def _check_held(self) -> None:
         if self._released:

@@ -7,7 +7,8 @@ still need it: a handle, a holder, or a later node whose recipe reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,12 +51,14 @@ class NodeRecord:
 
     Token i has the logical stored position `own_start + i`. `pages[k]` holds the rows of tokens
     [k * page_size, (k + 1) * page_size), or None where nothing holds them or they were evicted. `copies[k]` is what a
-    lower tier has or is getting of that page, or None; the list is empty before there is the first.
+    lower tier has or is getting of that page, or None; the list is empty before there is the first. Pages are changed
+    by `set_page` and `set_pages` only.
     """
 
     __slots__ = (
         "__weakref__",
         "_content_keys",
+        "_run",
         "context",
         "copies",
         "cover",
@@ -106,6 +109,7 @@ class NodeRecord:
         self.recomputable = True  # whether its recipe gives the KV that it has; if not, that is never lost
         self.last_used = 0
         self._content_keys: dict[int, bytes] = {}
+        self._run: array[int] | None = None
 
     def __repr__(self) -> str:
         return f"NodeRecord(uid={self.uid}, {self.status}, {self.length} tokens)"
@@ -117,6 +121,26 @@ class NodeRecord:
     @property
     def sealed(self) -> bool:
         return self.status is NodeStatus.SEALED
+
+    def run(self) -> array[int] | None:
+        """Its pages in order, int32 and not to be changed, kept until one changes; None while one is missing."""
+        if self._run is None and None not in self.pages:
+            self._run = array("i", self.pages)  # type: ignore[arg-type]  # none is missing
+        return self._run
+
+    def set_page(self, index: int, page: int | None) -> None:
+        """Replace one page, or take it away."""
+        self.pages[index] = page
+        self._run = None
+
+    def set_pages(self, pages: Iterable[int]) -> None:
+        """Replace all pages."""
+        self.pages = list(pages)
+        self._run = None
+
+    def run_is_true(self) -> bool:
+        """Whether what `run` keeps are the pages: always, unless the books are wrong."""
+        return self._run is None or self._run.tolist() == self.pages
 
     @property
     def recipe(self) -> Recipe:
@@ -130,7 +154,7 @@ class NodeRecord:
 
     def covers(self, start: int, stop: int) -> bool:
         """Whether holds keep every token of [start, stop)."""
-        if start >= stop or any(lo <= start and stop <= hi for lo, hi in self.cover):
+        if (start, stop) in self.cover or start >= stop:
             return True
         for lo, hi in sorted(self.cover):
             if lo <= start < hi:

@@ -24,6 +24,7 @@ nobody has used since then is free at once.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Hashable, Iterable, Sequence
 from enum import StrEnum
@@ -117,16 +118,17 @@ class PagePool:
     """All pages of one arena.
 
     `base[page]` is the stored position of the page's row 0; `turned[page]` whether its K was turned to get there after
-    it was computed elsewhere. `generation[page]` counts how often the page was handed out, so that a stale reference
-    can be told from a new one.
+    it was computed elsewhere. `generation[page]` is the number that the page had among all that were handed out when it
+    was the last time, so that a stale reference can be told from a new one; `handed_out` is the last such number.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.refs = [0] * num_pages
-        self.base = [0] * num_pages
+        self.base = array("q", [0]) * num_pages
         self.turned = [False] * num_pages
         self.generation = [0] * num_pages
+        self.handed_out = 0
         self._content: list[Hashable | None] = [None] * num_pages
         self._page_of: dict[Hashable, int] = {}
         self._free = FreeRuns(num_pages)
@@ -200,7 +202,8 @@ class PagePool:
     def _hand_out(self, pages: Iterable[int]) -> None:
         for page in pages:
             self.refs[page] = 1
-            self.generation[page] += 1
+            self.handed_out += 1
+            self.generation[page] = self.handed_out
             self.turned[page] = False
 
     def share(self, *pages: int) -> None:
@@ -219,6 +222,14 @@ class PagePool:
             self._touched[page] = next(reversed(self._fences))
             if written:
                 self._written[page] = self._touched[page]
+
+    def touch_all(self, runs: Iterable[Iterable[int]]) -> None:
+        """`touch` for every page of some runs, which were read."""
+        if self._fences:
+            newest, touched = next(reversed(self._fences)), self._touched
+            for run in runs:
+                for page in run:
+                    touched[page] = newest
 
     def is_written(self, page: int) -> bool:
         """Whether no open step may write a page that no writer refers to; some may read it."""

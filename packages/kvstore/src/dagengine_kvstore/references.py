@@ -4,18 +4,18 @@ the new node; takes no hold and no page.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from dagengine_kvstore.errors import KVStoreError
 from dagengine_kvstore.nodes import NodeRecord, NodeStatus
 
 Mode = Literal["inherit", "digest", "artifact"]
+MODES = ("inherit", "digest", "artifact")
+Signature = tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """One laid-out run of a sealed node's tokens, seen at `node.own_start + offset + delta`."""
 
     node: NodeRecord
@@ -28,8 +28,7 @@ class Read:
         return self.node.own_start + self.start + self.delta
 
 
-@dataclass(frozen=True, slots=True)
-class Parent:
+class Parent(NamedTuple):
     """What a new node keeps alive.
 
     inherit: everything `node` passes on and its tokens [0, stop), for as long as the new node is held;
@@ -55,7 +54,7 @@ class Parent:
 
 
 def check_references(
-    parents: Sequence[Parent], reads: Sequence[Read], signature: Mapping[str, str], salt: str
+    parents: Sequence[Parent], reads: Sequence[Read], signature: Signature, salt: str
 ) -> None:
     """Whether a node with this signature and salt may refer to `parents` and `reads`.
 
@@ -67,28 +66,35 @@ def check_references(
     if {"inherit", "digest"} <= modes:
         message = "a node inherits or digests, not both; artifact mixes with either"
         raise KVStoreError("edge_mix_forbidden", message, field="parents")
-    fields = tuple(sorted(signature.items()))
-    for index, parent in enumerate(parents):
-        field = f"parents[{index}]"
-        check_readable(parent.node, parent.start, parent.stop, salt, field)
-        _check_signature(parent.node, fields, field)
-        if parent.mode not in ("inherit", "digest", "artifact"):
-            message = f"mode must be inherit, digest or artifact, not {parent.mode!r}"
-            raise KVStoreError("invalid_mode", message, field=f"{field}.mode")
-        if parent.mode != "artifact" and parent.start != 0:
-            message = f"{parent.mode} starts at 0, not {parent.start}"
-            raise KVStoreError("span_out_of_range", message, field=f"{field}.start")
-        check_held(parent.node, parent.start, parent.stop, passed=parent.mode != "artifact", field=field)
-    for index, read in enumerate(reads):
-        field = f"reads[{index}]"
-        check_readable(read.node, read.start, read.stop, salt, field)
-        _check_signature(read.node, fields, field)
-        if read.start == read.stop:
-            raise KVStoreError("span_out_of_range", "a read holds at least one token", field=field)
+    for index, (node, mode, start, stop) in enumerate(parents):
+        check_readable(node, start, stop, salt, "parents", index)
+        if node.signature != signature:
+            raise _other_signature(node, signature, f"parents[{index}]")
+        if mode not in MODES:
+            message = f"mode must be inherit, digest or artifact, not {mode!r}"
+            raise KVStoreError("invalid_mode", message, field=f"parents[{index}].mode")
+        if mode != "artifact" and start != 0:
+            message = f"{mode} starts at 0, not {start}"
+            raise KVStoreError("span_out_of_range", message, field=f"parents[{index}].start")
+        check_held(node, start, stop, passed=mode != "artifact", field="parents", index=index)
+    for index, (node, start, stop, _) in enumerate(reads):
+        check_readable(node, start, stop, salt, "reads", index)
+        if node.signature != signature:
+            raise _other_signature(node, signature, f"reads[{index}]")
+        if start == stop:
+            raise KVStoreError(
+                "span_out_of_range", "a read holds at least one token", field=f"reads[{index}]"
+            )
 
 
-def check_readable(node: NodeRecord, start: int, stop: int, salt: str | None, field: str) -> None:
-    """Whether tokens [start, stop) of a node can be referred to (salt None: not checked)."""
+def check_readable(
+    node: NodeRecord, start: int, stop: int, salt: str | None, field: str, index: int | None = None
+) -> None:
+    """Whether tokens [start, stop) of a node can be referred to (salt None: not checked).
+
+    Args:
+        field: what a refusal names, or with `index` the list of which it names one.
+    """
     if (
         node.status is NodeStatus.SEALED
         and (salt is None or node.salt == salt)
@@ -97,6 +103,7 @@ def check_readable(node: NodeRecord, start: int, stop: int, salt: str | None, fi
         and 0 <= start <= stop <= len(node.tokens)
     ):
         return
+    field = _named(field, index)
     if salt is not None and node.salt != salt:
         raise KVStoreError("state_not_found", f"there is no state of node {node.uid}", field=field)
     if node.status is NodeStatus.ABORTED:
@@ -112,18 +119,24 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_held(node: NodeRecord, start: int, stop: int, *, passed: bool, field: str) -> None:
-    """Whether somebody still holds tokens [start, stop) and, with `passed`, what the node passes on."""
+def _named(field: str, index: int | None) -> str:
+    return field if index is None else f"{field}[{index}]"
+
+
+def check_held(
+    node: NodeRecord, start: int, stop: int, *, passed: bool, field: str, index: int | None = None
+) -> None:
+    """Whether somebody still holds tokens [start, stop) and, with `passed`, what the node passes on.
+
+    `field` and `index` as in `check_readable`.
+    """
     if (passed and node.root.refs == 0) or not node.covers(start, stop):
         message = f"nothing holds tokens [{start}, {stop}) of node {node.uid} any more"
-        raise KVStoreError("state_released", message, field=field)
+        raise KVStoreError("state_released", message, field=_named(field, index))
 
 
-def _check_signature(node: NodeRecord, fields: tuple[tuple[str, str], ...], field: str) -> None:
-    if node.signature == fields:
-        return
-    theirs, signature = dict(node.signature), dict(fields)
-    for name in sorted(theirs.keys() | signature.keys()):
-        if theirs.get(name) != signature.get(name):
-            message = f"node {node.uid} has {name} {theirs.get(name)!r}, the new node {signature.get(name)!r}"
-            raise KVStoreError("signature_mismatch", message, field=f"{field}.signature.{name}")
+def _other_signature(node: NodeRecord, signature: Signature, field: str) -> KVStoreError:
+    theirs, new = dict(node.signature), dict(signature)
+    name = next(n for n in sorted(theirs.keys() | new.keys()) if theirs.get(n) != new.get(n))
+    message = f"node {node.uid} has {name} {theirs.get(name)!r}, the new node {new.get(name)!r}"
+    return KVStoreError("signature_mismatch", message, field=f"{field}.signature.{name}")

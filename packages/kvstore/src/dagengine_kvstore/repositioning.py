@@ -18,9 +18,10 @@ dropped.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dagengine_kvstore.errors import KVStoreError
@@ -57,7 +58,7 @@ class Reposition:
     @property
     def reads(self) -> tuple[Read, ...]:
         """What the new node reads, where it sees it."""
-        return tuple(replace(read, delta=read.delta + self.shift) for read in self.node.reads)
+        return tuple(read._replace(delta=read.delta + self.shift) for read in self.node.reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,9 @@ class Repositioner:
     def _kept(self, jobs: Sequence[_Job]) -> Iterator[None]:
         """Keeps the sources from being evicted, without letting anybody read them."""
         reads = tuple(Read(job.asked.node, 0, job.asked.num_tokens) for job in jobs)
-        lease = Lease(self._books.pool, self._books.page_size, reads, ((),) * len(reads), lambda _: None)
+        lease = Lease(
+            self._books.pool, self._books.page_size, reads, (array("i"),) * len(reads), lambda _: None
+        )
         self._books.leases[lease] = None
         try:
             yield

@@ -26,16 +26,28 @@ from dagengine_kvstore.references import Read
 
 def digest(fields: Iterable[tuple[str, bytes]]) -> bytes:
     """blake2b over tagged, length-prefixed fields: no two lists of fields have the same encoding."""
-    parts: list[bytes] = []
-    for tag, value in fields:
-        name = tag.encode()
-        parts += (len(name).to_bytes(8, "little"), name, len(value).to_bytes(8, "little"), value)
-    return blake2b(b"".join(parts), digest_size=32).digest()
+    return _hashed(part for tag, value in fields for part in (_head(tag, len(value)), value))
+
+
+def _head(tag: str, size: int) -> bytes:
+    """What `digest` puts before a value of this size."""
+    name = tag.encode()
+    return len(name).to_bytes(8, "little") + name + size.to_bytes(8, "little")
 
 
 def pack(values: Sequence[int]) -> bytes:
     """Integers as signed 64-bit words, little-endian."""
     return struct.pack(f"<{len(values)}q", *values)
+
+
+_KEY_SIZE = 32
+_PACK_READ = struct.Struct("<3q").pack
+_SOURCE, _BEFORE, _CONTEXT = (_head(tag, _KEY_SIZE) for tag in ("source", "before", "context"))
+_READ = _head("read", struct.calcsize("<3q"))
+
+
+def _hashed(parts: Iterable[bytes]) -> bytes:
+    return blake2b(b"".join(parts), digest_size=_KEY_SIZE).digest()
 
 
 class _Content:
@@ -62,13 +74,16 @@ class Context(_Content):
     ) -> None:
         self.signature = signature
         self.salt = salt
-        self.reads = tuple((r.node, r.start, r.stop, r.view_start - own_start) for r in reads)
+        self.reads = tuple(
+            [(node, a, b, node.own_start + a + delta - own_start) for node, a, b, delta in reads]
+        )
         fields = [("salt", salt.encode())]
         for name, value in signature:
             fields += [("signature", name.encode()), ("value", value.encode())]
+        parts = [part for tag, value in fields for part in (_head(tag, len(value)), value)]
         for node, start, stop, relative in self.reads:
-            fields += [("source", node.content_key(stop)), ("read", pack((start, stop, relative)))]
-        super().__init__(digest(fields))
+            parts += (_SOURCE, node.content_key(stop), _READ, _PACK_READ(start, stop, relative))
+        super().__init__(_hashed(parts))
 
     __hash__ = _Content.__hash__
 
@@ -88,7 +103,7 @@ class Context(_Content):
         )
 
     def content_key(self, tokens: Sequence[int]) -> bytes:
-        return digest([("context", self.key), ("tokens", pack(tokens))])
+        return _hashed((_CONTEXT, self.key, _head("tokens", 8 * len(tokens)), pack(tokens)))
 
 
 def _same_content(a: NodeRecord, b: NodeRecord, stop: int) -> bool:
@@ -103,7 +118,7 @@ class Prefix(_Content):
     def __init__(self, before: Context | Prefix, tokens: tuple[int, ...]) -> None:
         self.before = before
         self.tokens = tokens
-        super().__init__(digest([("before", before.key), ("page", pack(tokens))]))
+        super().__init__(_hashed((_BEFORE, before.key, _head("page", 8 * len(tokens)), pack(tokens))))
 
     __hash__ = _Content.__hash__
 

@@ -65,7 +65,7 @@ class HandleTable:
         handle = self._handles.get(handle_id)
         if handle is not None and salt in (None, handle.node.salt):
             return handle
-        self._forget_tombstones()
+        self._forget_tombstones(self._clock())
         if handle_id in self._tombstones and salt in (None, self._tombstones[handle_id]):
             raise KVStoreError("state_released", f"state {handle_id} was released", field="state")
         raise KVStoreError("state_not_found", f"there is no state {handle_id}", field="state")
@@ -90,8 +90,10 @@ class HandleTable:
 
     def due(self) -> list[Handle]:
         """Handles whose time to live is over, each once."""
+        if not self._deadlines and not self._ended:
+            return []
         now = self._clock()
-        self._forget_tombstones()
+        self._forget_tombstones(now)
         due: dict[str, Handle] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, handle_id = heapq.heappop(self._deadlines)
@@ -100,7 +102,6 @@ class HandleTable:
                 due[handle_id] = handle
         return list(due.values())
 
-    def _forget_tombstones(self) -> None:
-        now = self._clock()
+    def _forget_tombstones(self, now: float) -> None:
         while self._ended and self._ended[0][0] <= now:
             del self._tombstones[self._ended.popleft()[1]]

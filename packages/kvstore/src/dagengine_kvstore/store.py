@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dagengine_kvstore import audit
@@ -28,7 +29,7 @@ from dagengine_kvstore.moves import Mover
 from dagengine_kvstore.nodes import NodeRecord
 from dagengine_kvstore.pins import PinBudget, pinned_nodes
 from dagengine_kvstore.pressure import NextUseOf, Pressure
-from dagengine_kvstore.references import Parent, Read, check_held, check_readable, check_references
+from dagengine_kvstore.references import Parent, Read, Signature, check_held, check_readable, check_references
 from dagengine_kvstore.repositioning import Reposition, Repositioned, Repositioner
 from dagengine_kvstore.residency import clean_copy, failed_loads, is_lost, not_resident, page_tier
 from dagengine_kvstore.states import Handle, HandleTable
@@ -123,6 +124,7 @@ class KVStore:
         self._books.pressure = self._pressure
         self._pins = PinBudget(pin_budget, pin_budget_per_salt)
         self._next_uid = 1
+        self._signature: Signature = ()  # the last one: the same object compares fast
 
     @property
     def num_pages(self) -> int:
@@ -154,8 +156,11 @@ class KVStore:
         """
         self.expire()
         parents, reads = tuple(parents), tuple(reads)
-        check_references(parents, reads, signature, salt)
         fields = tuple(sorted(signature.items()))
+        if fields == self._signature:
+            fields = self._signature
+        self._signature = fields
+        check_references(parents, reads, fields, salt)
         content = fields
         if not self._reuse_across_positions:
             content += (("own_start", str(own_start)),)
@@ -275,29 +280,39 @@ class KVStore:
             `parent_failed`, `span_out_of_range`.
         """
         reads = tuple(reads)
-        runs: list[tuple[int, ...]] = []
+        runs: list[array[int]] = []
         missing: dict[NodeRecord, set[Tier]] = {}
         for index, read in enumerate(reads):
-            field = f"reads[{index}]"
-            check_readable(read.node, read.start, read.stop, None, field)
-            span = self._books.holds.page_range(read.start, read.stop)
-            pages = read.node.pages[span.start : span.stop]
-            runs.append(tuple(pages))  # type: ignore[arg-type]  # none is missing, or nothing is leased
-            if len(pages) < len(span) or None in pages:
-                check_held(read.node, read.start, read.stop, passed=False, field=field)
-                tiers = {page_tier(read.node, i) for i in span if read.node.pages[i] is None}
+            check_readable(read.node, read.start, read.stop, None, "reads", index)
+            run = self._run(read)
+            if run is None:
+                tiers = self._missing(read, f"reads[{index}]")
                 missing.setdefault(read.node, set()).update(tiers)
+            else:
+                runs.append(run)
         if missing:
             raise not_resident(missing)
         use = self._books.next_use()
-        for read, run in zip(reads, runs, strict=True):
+        for read in reads:
             read.node.leases += 1
             read.node.last_used = use
-            self._claims.end(read.node, self._books.holds.page_range(read.start, read.stop))
-            self._books.pool.share(*run)
+        if self._claims:
+            self.unclaim(reads)
         lease = Lease(self._books.pool, self.page_size, reads, tuple(runs), self._books.end_lease)
         self._books.leases[lease] = None
         return lease
+
+    def is_there(self, reads: Iterable[Read]) -> bool:
+        """Whether all pages of some reads are on the device, or on the host, or on their way from there. Takes nothing.
+
+        Raises KVStoreError as `lease`, but for NotResident.
+        """
+        there = True
+        for index, read in enumerate(reads):
+            check_readable(read.node, read.start, read.stop, None, "reads", index)
+            if self._run(read) is None and Tier.NOWHERE in self._missing(read, f"reads[{index}]"):
+                there = False
+        return there
 
     def restore(self, node: NodeRecord) -> RestoreWriter:
         """Compute the missing pages of a held, sealed node again. One restore of a node runs at a time.
@@ -538,6 +553,22 @@ class KVStore:
         return tuple(
             self._describe(handle) for handle in self._books.handles if salt in (None, handle.node.salt)
         )
+
+    def _run(self, read: Read) -> array[int] | None:
+        """The pages of a read; None while one of them is missing."""
+        size = self.page_size
+        first, end = (read.start // size, -(-read.stop // size)) if read.start < read.stop else (0, 0)
+        run = read.node.run()
+        if run is not None:
+            return (run if first == 0 and end == len(run) else run[first:end]) if end <= len(run) else None
+        pages = read.node.pages[first:end]
+        return None if len(pages) < end - first or None in pages else array("i", pages)  # type: ignore[arg-type]
+
+    def _missing(self, read: Read, field: str) -> set[Tier]:
+        """Where those pages of a read are that are not on the device. Raises KVStoreError `state_released`."""
+        check_held(read.node, read.start, read.stop, passed=False, field=field)
+        span = self._books.holds.page_range(read.start, read.stop)
+        return {page_tier(read.node, i) for i in span if read.node.pages[i] is None}
 
     def _reads_of(self, what: Sequence[Read] | NodeRecord) -> tuple[Read, ...]:
         """The reads, checked; a node's held tokens."""

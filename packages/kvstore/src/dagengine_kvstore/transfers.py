@@ -201,7 +201,7 @@ class Transfers:
             books.host.end_move(copy.host)
             waiting = [(node, index) for node, index in copy.slots if node.pages[index] is None]
             for node, index in waiting:
-                node.pages[index] = page
+                node.set_page(index, page)
             books.pool.land(page, len(waiting), copy.base, copy.content, turned=copy.turned)
             copy.ticket = None
             if waiting:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from dagengine_core_graph import NodeId, VisibleContext
 
@@ -29,8 +29,7 @@ StoredStart: TypeAlias = Callable[[NodeId], int]
 NO_OPTIONS: Mapping[str, object] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Tokens ``[start, stop)`` of `node`, seen at ``[view_start, view_start + stop - start)``.
 
     `delta` is ``view_start - (stored_start(node) + start)``.

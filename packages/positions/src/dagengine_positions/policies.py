@@ -33,10 +33,9 @@ class LinearPolicy:
         _refuse_starts(self.name, context)
         segments = []
         view = 0
-        for seen in context.ranges:
-            delta = view - stored_start(seen.node) - seen.start
-            segments.append(Segment(seen.node, seen.start, seen.stop, view, delta))
-            view += seen.stop - seen.start
+        for node, start, stop in context.ranges:
+            segments.append(Segment(node, start, stop, view, view - stored_start(node) - start))
+            view += stop - start
         return Layout(self.name, tuple(segments), view, view)
 
 
@@ -53,10 +52,10 @@ class NativePolicy:
         _refuse_starts(self.name, context)
         segments = []
         own_start = 0
-        for seen in context.ranges:
-            stored = stored_start(seen.node)
-            segments.append(Segment(seen.node, seen.start, seen.stop, stored + seen.start, 0))
-            own_start = max(own_start, stored + seen.stop)
+        for node, start, stop in context.ranges:
+            stored = stored_start(node)
+            segments.append(Segment(node, start, stop, stored + start, 0))
+            own_start = max(own_start, stored + stop)
         return Layout(self.name, tuple(segments), own_start, context.num_tokens)
 
 
@@ -78,8 +77,7 @@ class ExplicitPolicy:
         least = 0
         for index, (reference, ranges) in enumerate(context.parts):
             view = _start(reference, index)
-            for seen in ranges:
-                node, start, stop = seen.node, seen.start, seen.stop
+            for node, start, stop in ranges:
                 delta = view - stored_start(node) - start
                 last = segments[-1] if segments else None
                 if last and last.stop == start and last.delta == delta and last.node == node:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dagengine_kernels.backend import AttentionBackend, AttentionShape, Capabilities, Plan
+from dagengine_kernels.backend import AttentionBackend, AttentionShape, Capabilities, Plan, check_reach
 from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
 from dagengine_kernels.fused import planner
 from dagengine_kernels.fused.cuda.slot import PlanSlot
@@ -153,16 +153,18 @@ class FusedBackend(AttentionBackend):
         Raises: also KernelError (capability_missing, field `reserve` or `slot`) where no implementation that takes the
             batch can do that.
         """
-        device = self._check_plan(table, shape, rotary, device, dtype)
+        unchecked = self._plans_unchecked(device)
+        device = self._check_plan(table, shape, rotary, device, dtype, planner_checks=unchecked)
         _check_factors(shape)
         if slot is not None and not _same_device(device, slot.device):
             raise KernelError(INVALID_ARGUMENT, f"must be on {device}, is on {slot.device}", "slot")
-        if settled and (np.diff(table.q_indptr) != 1).any():
-            raise KernelError(INVALID_ARGUMENT, "is for tables of one row per sequence", "settled")
         if shape.window is not None and shape.window >= POSITIONS:
             shape = replace(shape, window=None)
         refusal: KernelError | None = None
         for executor in self._able(device):
+            if unchecked and not executor.unchecked:
+                self._check_plan(table, shape, rotary, device, dtype)
+                unchecked = False
             try:
                 executor.capabilities.check(f"{self.name}-{executor.name}", table, shape, device.type, dtype)
                 if reserve is not None and not executor.advances:
@@ -170,6 +172,10 @@ class FusedBackend(AttentionBackend):
                 if slot is not None and not executor.slots:
                     raise KernelError(UNSUPPORTED, f"{executor.name!r} loads plans into no slots", "slot")
                 arrays = planner.plan_table(table, executor.parameters(table, shape, device), reserve=reserve)
+                if unchecked and rotary is not None:
+                    check_reach(table, rotary.length)
+                if settled and (np.diff(table.q_indptr) != 1).any():
+                    raise KernelError(INVALID_ARGUMENT, "is for tables of one row per sequence", "settled")
                 plan = FusedPlan(
                     self.name,
                     table,
@@ -244,6 +250,11 @@ class FusedBackend(AttentionBackend):
             raise KernelError(INVALID_ARGUMENT, f"was made by another backend, {made}", "plan")
         assert plan.maker is not None
         return plan.maker
+
+    def _plans_unchecked(self, device: torch.device | str) -> bool:
+        """Whether the first implementation to try leaves it to the planner to check what a table lists."""
+        on = torch.device(device)
+        return on.type == "cuda" and planner.checks_tables() and self._able(on)[0].unchecked
 
     def _able(self, device: torch.device) -> list[Executor]:
         """The implementations to try on a device, at least one. Raises: KernelError (capability_missing)."""

@@ -61,6 +61,9 @@ class Executor(ABC):
     """Whether its constructor takes `batch_invariant`: plans are then cut at fixed places (`invariant_chunk`), and a
     row's bits depend on its q and what its sequence lists up to it alone."""
 
+    unchecked: ClassVar[bool] = False
+    """Whether `parameters` takes tables of which only `SegmentTable.check_unplanned` is known."""
+
     @classmethod
     @abstractmethod
     def unavailable(cls, device: torch.device) -> str | None:

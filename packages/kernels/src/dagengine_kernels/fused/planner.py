@@ -34,7 +34,9 @@ MAX_HEIGHTS = 2
 def plan_table(
     table: SegmentTable, parameters: PlanParameters, *, reserve: Sequence[Sequence[int]] | None = None
 ) -> PlanArrays:
-    """Plan a valid SegmentTable: gives what `plan_spans` gives for `spans.to_spans(table)`."""
+    """Plan a SegmentTable, a valid one unless `checks_tables`: gives what `plan_spans` gives for
+    `spans.to_spans(table)`. Raises as `SegmentTable.validate` and `plan_spans`.
+    """
     check_parameters(parameters)
     check_page_size(table.page_size)
     check_reserve(table.q_indptr, table.extent_indptr, reserve, num_pages=table.num_pages)
@@ -84,6 +86,11 @@ def plan_spans(
         spans.spans,
     )
     return _call(native.plan_spans, spans, arrays, (spans.page_size,), parameters, reserve)
+
+
+def checks_tables() -> bool:
+    """Whether `plan_table` itself refuses tables that are not valid: not the twin, which takes valid ones only."""
+    return _native() is not None
 
 
 def implementation() -> str:

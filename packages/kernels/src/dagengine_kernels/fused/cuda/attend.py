@@ -183,6 +183,7 @@ class CudaExecutor(Executor):
     advances: ClassVar[bool] = True
     slots: ClassVar[bool] = True
     invariant: ClassVar[bool] = True
+    unchecked: ClassVar[bool] = True
 
     def __init__(self, keys: int | None = None, *, batch_invariant: bool = False) -> None:
         if keys not in (None, 64, 128):
@@ -380,20 +381,28 @@ def _mostly_shared(table: SegmentTable, group: int) -> bool:
     most = NARROW // group
     if table.num_sequences <= most:
         return False
-    readers = np.bincount(table.extents[:, PAGE])
+    pages = table.extents[:, PAGE]
+    if len(pages) and not 0 <= pages.min() <= pages.max() < table.num_pages:
+        return False  # the planner refuses it
+    readers = np.bincount(pages)
     return len(table.extents) > most * np.count_nonzero(readers)
 
 
 def _slots(c: PlanClass, q_positions: np.ndarray) -> np.ndarray:
     """int32 [tiles, slots, 2]: table row and its view position."""
-    positions = q_positions[np.maximum(c.tile_rows, 0)].astype(np.int32)
-    return np.stack((c.tile_rows, positions), -1)
+    slots = np.empty((*c.tile_rows.shape, 2), np.int32)
+    slots[..., 0] = c.tile_rows
+    slots[..., 1] = q_positions[np.maximum(c.tile_rows, 0)]
+    return slots
 
 
 def _works(c: PlanClass, arrays: PlanArrays) -> np.ndarray:
     """int32 [W, 8]: the works and the run of the first tile of each: RUN, DELTA, VEC."""
-    runs = arrays.entries[c.works[:, WORK_BEGIN] * arrays.boxes, ENTRY_RUN]
-    return np.concatenate((c.works, runs[:, None], arrays.runs[runs]), 1)
+    works = np.empty((len(c.works), 8), np.int32)
+    works[:, :5] = c.works
+    works[:, 5] = runs = arrays.entries[:, ENTRY_RUN][c.works[:, WORK_BEGIN] * arrays.boxes]
+    works[:, 6:] = arrays.runs[runs]
+    return works
 
 
 def _lists(plan: FusedPlan, merge_rows: int, tails: int) -> dict[str, Listed]:

@@ -24,6 +24,7 @@ LEAST = 4096
 """Elements that a list or the scratch has room for from the start."""
 
 PADDING = -1
+_NO_ROOM = (0, -1)
 
 Listed = tuple[NDArray[np.int32], int]
 """The elements of a list, and the length up to which `PADDING` follows them."""
@@ -70,13 +71,15 @@ class PlanSlot:
             self._o_part = torch.empty(size, group, head_dim, dtype=torch.float32, device=self.device)
             self._lse2_part = torch.empty(size, group, dtype=torch.float32, device=self.device)
             self._renew()
-        end = max(self._places[name][0] + length for name, (_, length) in lists.items())
+        placed = [(self._places[name][0], *listed) for name, listed in lists.items()]
+        end = max([at + length for at, _, length in placed])
         host = self._staging.take(end)
-        for name, (array, length) in lists.items():
-            at = self._places[name][0]
-            behind = at + array.size
-            host[at:behind] = array.reshape(-1)
-            host[behind : at + length] = PADDING
+        for at, array, length in placed:
+            if length:
+                behind = at + array.size
+                host[at:behind] = array.reshape(-1)
+                if array.size < length:
+                    host[behind : at + length] = PADDING
         self._staging.send(self._ints[:end])
         self.loads += 1
 
@@ -100,9 +103,9 @@ class PlanSlot:
         return self._lse2_part
 
     def _make_room(self, lists: Mapping[str, Listed]) -> None:
-        have = {name: room for name, (_, room) in self._places.items()}
-        if all(length <= have.get(name, -1) for name, (_, length) in lists.items()):
+        if all(length <= self._places.get(name, _NO_ROOM)[1] for name, (_, length) in lists.items()):
             return
+        have = {name: room for name, (_, room) in self._places.items()}
         wanted = dict(have)
         for name, (_, length) in lists.items():
             if length > have.get(name, -1):
