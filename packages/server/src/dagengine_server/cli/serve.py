@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import logging.config
 from contextlib import closing
@@ -107,6 +106,7 @@ def serve(
     from dagengine.config import DEFAULT_MAX_NUM_SEQS
 
     from ..app import create_app
+    from ..garbage import seldom_collected
     from ..serving import serve as run
     from ..settings import ServerSettings
 
@@ -131,20 +131,18 @@ def serve(
     with closing(corpora_of(corpus, retriever)) as corpora:
         template = read_text(chat_template) if chat_template is not None else None
         core = build_core(folder, engine_config, chat_template=template)
-        # What was loaded lives as long as the process: full collections would walk all of it, for 100 ms each.
-        gc.collect()
-        gc.freeze()
         log.info("position policy %s", position_policy)
         engine = EngineThread(core)
         try:
-            status = run(
-                create_app(engine, settings, retriever=corpora),
-                host=host,
-                port=port,
-                shutdown_timeout_s=shutdown_timeout,
-                log_level=log_level,
-                log_config=logging_config,
-            )
+            with seldom_collected():
+                status = run(
+                    create_app(engine, settings, retriever=corpora),
+                    host=host,
+                    port=port,
+                    shutdown_timeout_s=shutdown_timeout,
+                    log_level=log_level,
+                    log_config=logging_config,
+                )
         finally:
             engine.close(wait_s=HANGING_ENGINE_S)
     raise typer.Exit(status)

@@ -5,7 +5,6 @@ In the process of its client it would share an interpreter with it, and the clie
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import signal
 import socket
@@ -24,6 +23,7 @@ from dagengine.build import build_core
 from dagengine.devices import describe
 
 from ...app import create_app
+from ...garbage import seldom_collected
 from ...serving import short_turns
 from ...settings import ServerSettings
 from ..console import CommandError
@@ -74,9 +74,6 @@ def _serve(folder: str, options: Mapping[str, Any], pipe: Connection) -> None:
     except DagError as error:
         pipe.send({"code": error.code, "message": error.message, "field": error.field})
         return
-    # As `dagengine serve` does it: full collections would walk all that was loaded.
-    gc.collect()
-    gc.freeze()
     device = describe(core.attention.device)
     engine = EngineThread(core)
     # asyncio sends at once only where a socket says that it is TCP, as those that uvicorn opens do.
@@ -86,7 +83,7 @@ def _serve(folder: str, options: Mapping[str, Any], pipe: Connection) -> None:
         app = create_app(engine, ServerSettings(served_model_name=Path(folder).name))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        with short_turns():
+        with short_turns(), seldom_collected():
             thread.start()
             pipe.send((f"http://127.0.0.1:{listener.getsockname()[1]}", device))
             try:

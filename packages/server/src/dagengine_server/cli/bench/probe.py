@@ -7,10 +7,10 @@ since whoever looks at them may hold the engine back.
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from dagengine.devices import describe
 from dagengine.request import Choice, Event, Request, TokenEvent
 from dagengine.state import ContextItem
 
+from ...garbage import seldom_collected
 from .costs import Costs
 from .latency import Stream
 from .lengths import LOWEST_ID
@@ -65,9 +66,8 @@ class Probe:
             model, EngineConfig(**options), observer=self._observe if observe else None, text=text
         )
         self.llm = LLM(core=self.core)
-        # As `dagengine serve` does it: full collections would walk all that was loaded.
-        gc.collect()
-        gc.freeze()
+        self._process = ExitStack()
+        self._process.enter_context(seldom_collected())  # as `dagengine serve` does it
         self._random = random.Random(seed)
         self._highest_id = min(self.core.geometry.vocab_size, 1 << 20)
 
@@ -201,7 +201,7 @@ class Probe:
         self.llm.close()
         device = self.core.attention.device
         del self.core, self.llm
-        gc.unfreeze()
+        self._process.close()
         release_memory(device)
 
     def __enter__(self) -> Probe:
