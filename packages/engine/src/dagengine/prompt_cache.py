@@ -7,8 +7,8 @@ reads from the clock. Equal messages give one object of ids, so that finding a f
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
-from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -33,7 +33,7 @@ class Ids(tuple[int, ...]):
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that tell ids apart."""
-        return hashlib.blake2b(array("q", self).tobytes(), digest_size=16).digest()
+        return hashlib.blake2b(struct.pack(f"<{len(self)}q", *self), digest_size=16).digest()
 
 
 class PromptCache:
