@@ -11,7 +11,7 @@ from scripted_model import ScriptedModel, geometry
 from dagengine import LLM, EngineConfig
 from dagengine.build import assemble
 from dagengine.core import EngineCore
-from dagengine.tokenizer import ChatPrompt
+from dagengine.tokenizer import Chat, ChatPrompt
 
 PAGES = 512
 
@@ -28,6 +28,12 @@ class Words:
             said = f"{message['role']} {message['content'].rpartition('|')[2]}".encode()
             ids += [7, *(int.from_bytes(said[part::2], "little") % 4000 for part in (0, 1))]
         return ChatPrompt((*ids, *((8, 9) if generate else ())), len(ids) if generate else None)
+
+    def chats(self, chats: Sequence[Chat]) -> list[ChatPrompt]:
+        return [
+            self.chat(messages, generate=generate, has_context=has_context)
+            for messages, generate, has_context in chats
+        ]
 
     def read_clock(self) -> tuple[str, ...]:
         return ()

@@ -110,9 +110,9 @@ class Watched(QueryRun):
 
 
 @pytest.mark.parametrize(
-    ("window", "budget", "at_once"), [(5, 200, 2), (5, 16, 2), (1, 200, 1), (40, 200, 1)]
+    ("window", "budget", "at_once"), [(5, 200, 3), (5, 18, 3), (1, 200, 1), (40, 200, 1)]
 )
-def test_two_windows_run_at_once_within_the_budget_and_share_what_they_compute(
+def test_three_windows_run_at_once_within_the_budget_and_share_what_they_compute(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, window: int, budget: int, at_once: int
 ) -> None:
     queries = corpus(random.Random(5), 40)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from dagengine import DagError
 from dagengine.prompt_cache import Ids, PromptCache
 from dagengine.queries import EncodedQuery, encode_query
-from dagengine.tokenizer import ChatPrompt, Tokenizer
+from dagengine.tokenizer import Chat, ChatPrompt, Tokenizer
 from dagengine_core_graph.query import Query, cross, g, plus, repeat, system, user
 
 from .byte_tokenizers import byte_level, save
@@ -42,10 +42,15 @@ class Counting:
     def read_clock(self) -> tuple[str, ...] | None:
         return self.clock
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, generate: bool, has_context: bool) -> ChatPrompt:
-        self.asked += 1
-        text = "".join(message["role"] + message["content"] for message in messages)
-        return ChatPrompt((*text.encode(), has_context), 0 if generate else None)
+    def chats(self, chats: Sequence[Chat]) -> list[ChatPrompt | DagError]:
+        self.asked += len(chats)
+        return [self.one(chat) for chat in chats]
+
+    def one(self, chat: Chat) -> ChatPrompt | DagError:
+        text = "".join(message["role"] + message["content"] for message in chat.messages)
+        if "refused" in text:
+            return DagError("invalid_request", text, "messages")
+        return ChatPrompt((*text.encode(), chat.has_context), 0 if chat.generate else None)
 
 
 def chat(
@@ -65,6 +70,21 @@ def test_equal_messages_are_encoded_once_and_are_one_object() -> None:
     called = chat(cache, "a", generate=True)
     assert called.turn_start == 0 and called is chat(cache, "a", generate=True)
     assert tokenizer.asked == 4
+
+
+def test_messages_that_are_asked_for_together_are_each_what_they_are_alone() -> None:
+    tokenizer = Counting()
+    cache = PromptCache(tokenizer)  # type: ignore[arg-type]
+    known = chat(cache, "a")
+    asked = [Chat([{"role": "user", "content": text}], text == "c", False) for text in "abcb"]
+    refused = Chat([{"role": "user", "content": "refused"}], False, False)
+    first, second, third, again, error = cache.chats([*asked, refused], salt="")
+    assert first is known and second is again and tokenizer.asked == 4
+    assert [second, third] == [chat(cache, "b"), chat(cache, "c", generate=True)] and tokenizer.asked == 4
+    assert isinstance(error, DagError) and error.message == "userrefused"
+    with pytest.raises(DagError, match="userrefused"):
+        chat(cache, "refused")
+    assert tokenizer.asked == 5, "a refusal is not remembered"
 
 
 def test_equal_calls_of_a_query_are_encoded_once() -> None:
@@ -116,9 +136,9 @@ def test_what_a_template_says_of_the_time_is_not_remembered_beyond_it() -> None:
 
 def test_a_prompt_is_not_remembered_when_the_time_changed_meanwhile() -> None:
     class Midnight(Counting):
-        def chat(self, *args: Any, **options: Any) -> ChatPrompt:
+        def chats(self, chats: Sequence[Chat]) -> list[ChatPrompt | DagError]:
             self.clock = ("Tue",)
-            return super().chat(*args, **options)
+            return super().chats(chats)
 
     tokenizer = Midnight()
     tokenizer.clock = ("Mon",)

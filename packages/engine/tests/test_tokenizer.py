@@ -11,7 +11,7 @@ import pytest
 
 from dagengine.errors import DagError
 from dagengine.inputs import InputEncoder
-from dagengine.tokenizer import Tokenizer
+from dagengine.tokenizer import Chat, Tokenizer
 
 from .byte_tokenizers import byte_level, save
 
@@ -204,6 +204,26 @@ def test_lone_surrogates_are_refused_and_name_the_field(tmp_path: Path, has_cont
             encoder.encode(value, generate=True, has_context=has_context)
         assert caught.value.code == "invalid_request"
         assert caught.value.field in ("input", "messages")
+
+
+@pytest.mark.parametrize("template", [CHATML, HEADERS, FOLDED, NO_SYSTEM, None])
+def test_chats_that_are_encoded_together_are_what_each_is_alone(tmp_path: Path, template: str | None) -> None:
+    tokenizer = make(tmp_path, template)
+    broken = [{"role": "user", "content": "\ud800"}]
+    chats = [
+        Chat(messages, generate, has_context)
+        for messages in (USER, TALK, broken, SYSTEM)
+        for generate in (False, True)
+        for has_context in (False, True)
+    ]
+    for one, found in zip(chats, tokenizer.chats(chats), strict=True):
+        try:
+            alone: object = tokenizer.chat(one.messages, generate=one.generate, has_context=one.has_context)
+        except DagError as error:
+            assert isinstance(found, DagError) and found.message == error.message
+        else:
+            assert found == alone
+    assert tokenizer.chats([]) == []
 
 
 def test_templates_are_found_in_their_own_file_then_in_the_configuration(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -24,6 +25,7 @@ from dagengine_kvstore import (
     Copy,
     KVStore,
     KVStoreError,
+    Lease,
     LeastRecentlyUsed,
     NextUse,
     NodeRecord,
@@ -441,6 +443,77 @@ def test_one_tiers_policy_is_asked_once_for_many_who_need_room() -> None:
     writer_of(store, 4)
     assert tiers(store, *nodes) == ["nowhere"] * 6
     store.check()
+
+
+class Asked(LeastRecentlyUsed):
+    """The same order, for which the store asks each time."""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_order_of_use_is_that_of_the_policy(seed: int) -> None:
+    rng = random.Random(seed)
+    stores = [make_store(num_pages=24, eviction=policy) for policy in ("lru", Asked())]
+    nodes: list[list[NodeRecord]] = []
+    leases: list[list[Lease]] = []
+    pins: list[list[str]] = []
+
+    def read_some() -> None:
+        chosen = rng.sample(range(len(nodes)), min(len(nodes), rng.randint(1, 3)))
+        if all(nodes[index][0].length and None not in nodes[index][0].pages for index in chosen):
+            reads = zip(*([read(node) for node in nodes[index]] for index in chosen), strict=True)
+            leases.append([store.lease(some) for store, some in zip(stores, reads, strict=True)])
+
+    def restore() -> None:
+        for store, node in zip(stores, rng.choice(nodes), strict=True):
+            if None in node.pages:
+                writer = store.restore(node)
+                try:
+                    writer.reserve(len(writer.todo))
+                except OutOfPages:
+                    writer.abort()
+                else:
+                    writer.append(writer.todo)
+                    writer.commit(writer.num_tokens)
+                    writer.finish()
+
+    for number in range(150):
+        kind = rng.choice(("write", "write", "read", "end", "pin", "unpin", "restore", "step"))
+        if kind == "write" or not nodes:
+            tokens, both = [number] * rng.randint(1, 12), []
+            try:
+                both = [write(store, tokens) for store in stores]
+            except OutOfPages:
+                assert not both
+            else:
+                nodes.append(both)
+        elif kind == "read":
+            read_some()
+        elif kind == "end" and leases:
+            for lease in leases.pop(rng.randrange(len(leases))):
+                lease.release()
+        elif kind == "pin" and len(pins) < 3:
+            pinned = rng.choice(nodes)
+            pins.append([store.name(node, pin=True) for store, node in zip(stores, pinned, strict=True)])
+        elif kind == "unpin" and pins:
+            for store, name in zip(stores, pins.pop(), strict=True):
+                store.unpin(name)
+        elif kind == "restore":
+            restore()
+        elif kind == "step":
+            for store in stores:
+                store.end_step(store.begin_step())
+        assert all(tiers(stores[0], one) == tiers(stores[1], other) for one, other in nodes)
+    assert stores[0].stats().evictions == stores[1].stats().evictions > 10
+    for store in stores:
+        store.check()
+
+
+def test_the_order_of_use_forgets_nodes_that_nobody_can_reach() -> None:
+    store = make_store(num_pages=4)
+    kept = write(store, [0])
+    for number in range(3000):
+        store.unhold(write(store, [number]))
+    assert len(store._books._used) < 2000 and list(store._books.by_use()) == [kept]
 
 
 def test_pinned_and_released_nodes_change_who_makes_room() -> None:

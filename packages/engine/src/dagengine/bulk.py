@@ -5,13 +5,15 @@ least recent use, the next query is always the one of which most fragment tokens
 there, the one whose fragments are wanted most by others; of equal ones the first given. The order changes nothing but
 what is found in the cache.
 
-Windows: neighbours run together as one submission, in which an equal fragment is one node for all of them. Two windows
-run at once, so that steps stay full while the first of them ends and its results are made; together their fragments fit
-the budget. Windows of one query run one after the other.
+Windows: neighbours run together as one submission, in which an equal fragment is one node for all of them. Three
+windows run at once, so that steps stay full while the first of them ends and its results are made, and another is
+submitted: the engine takes what it is told between steps, which are long here. Together their fragments fit the budget.
+Windows of one query run one after the other.
 
     window 1   fragments ── judges ── results
-    window 2            fragments ── judges ── results         begins once the fragments that it shares with window 1
-    window 3                     fragments ── judges ..        are there, and when the one before that has ended
+    window 2            fragments ── judges ── results         begins once the fragments that it shares with those
+    window 3                     fragments ── judges ..        before it are there
+    window 4                              fragments ── ..      .. and when window 1 has ended
 
 In a window fragments that the next one shares are computed first.
 """
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from .llm import LLM
 
 DEFAULT_WINDOW = 64
+AT_ONCE = 3
+"""Windows."""
+
 ORDERS = ("locality", "given")
 
 
@@ -91,8 +96,8 @@ def run_bulk(
 
     Args:
         order: `locality`, or `given`.
-        budget_pages: KV pages that fragments may take; None is half of the pool.
-        window: most queries of one submission; two run at once, unless it is 1.
+        budget_pages: KV pages that fragments may take; None is three quarters of the pool.
+        window: most queries of one submission; three run at once, unless it is 1.
         on_item: called with each query once it has ended, in the order in which they end. If it raises, nothing more
             runs.
         options: as of `LLM.query`; `keep` is False unless given.
@@ -104,7 +109,7 @@ def run_bulk(
     if order not in ORDERS:
         raise DagError("invalid_request", f"order is one of {', '.join(ORDERS)}, not {order!r}", "order")
     size, pool = llm.engine.ask(lambda core: (core.store.page_size, core.store.num_pages))
-    budget = max(1, pool // 2) if budget_pages is None else budget_pages
+    budget = max(1, pool * 3 // 4) if budget_pages is None else budget_pages
     for name, value in (("budget_pages", budget), ("window", window)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise DagError("invalid_request", f"{name} is an integer from 1, not {value!r}", name)
@@ -159,7 +164,7 @@ def _run_all(
     if order == "locality":
         ordered = [ordered[place] for place in order_queries(list(wanted.values()), budget)]
     reads = sum(len(found) for found in wanted.values())
-    room = budget if window == 1 else max(1, budget // 2)
+    room = budget if window == 1 else max(1, budget // AT_ONCE)
     windows = list(_windows(ordered, wanted, room, window))
     computed = _Windows(llm, encoded, wanted, settings, end).run(windows, None if window == 1 else budget)
     results = [item.result for item in items.values() if item.result is not None]
@@ -244,7 +249,7 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Windows:
-    """Runs windows of queries, two at once.
+    """Runs windows of queries, `AT_ONCE` of them.
 
     Attributes:
         end: called with the queries of a window that has ended.
@@ -257,7 +262,7 @@ class _Windows:
     end: Callable[..., None]
 
     def run(self, windows: Sequence[Sequence[int]], budget: int | None) -> int:
-        """Run all in this order, two at once while their fragments fit the budget; one at a time without it.
+        """Run all in this order, several at once while their fragments fit the budget; one at a time without it.
 
         Returns: how many fragments had to be computed.
         """
@@ -266,20 +271,18 @@ class _Windows:
             for chosen, behind in zip_longest(windows, windows[1:], fillvalue=()):
                 pages = self._pages(chosen)
                 soon = pages.keys() & self._pages(behind).keys()
-                if running and budget is not None and sum({**running[0].pages, **pages}.values()) <= budget:
-                    running[0].run.keep(running[0].pages.keys() & pages.keys())
-                else:
+                while running and not _fits(running, pages, budget):
                     computed += self._end_first(running)
+                for window in running:
+                    window.run.keep(window.pages.keys() & pages.keys())
                 queries = [self.encoded[index] for index in chosen]
                 try:
                     run = QueryRun(self.llm, queries, self.settings, first=soon)
                 except DagError as error:
-                    computed += self._end_first(running) + self._one_by_one(chosen, error)
+                    computed += self._end_all(running) + self._one_by_one(chosen, error)
                     continue
                 running.append(_Window(chosen, pages, run))
-                if len(running) > 1:
-                    computed += self._end_first(running)
-            return computed + self._end_first(running)
+            return computed + self._end_all(running)
         except BaseException:
             for window in running:
                 window.run.cancel()
@@ -288,10 +291,11 @@ class _Windows:
     def _pages(self, chosen: Iterable[int]) -> dict[Any, int]:
         return {key: pages for index in chosen for key, pages in self.wanted[index].items()}
 
+    def _end_all(self, running: list[_Window]) -> int:
+        return sum(self._end_first(running) for _ in range(len(running)))
+
     def _end_first(self, running: list[_Window]) -> int:
-        """Wait for the first of those that run, if there are any. Returns how many fragments it computed."""
-        if not running:
-            return 0
+        """Wait for the first of those that run. Returns how many fragments it computed."""
         run, chosen = running[0].run, running[0].chosen
         found = run.finish()
         del running[0]
@@ -311,6 +315,16 @@ class _Windows:
             self.end(BulkItem(chosen[0], None, refusal))
             return 0
         return sum(self.run([[index]], None) for index in chosen)
+
+
+def _fits(running: Sequence[_Window], pages: Mapping[Any, int], budget: int | None) -> bool:
+    """Whether a window with these pages may run beside those that do."""
+    if budget is None or len(running) >= AT_ONCE:
+        return False
+    together = dict(pages)
+    for window in running:
+        together.update(window.pages)
+    return sum(together.values()) <= budget
 
 
 def _alone(error: DagError) -> DagError:

@@ -7,15 +7,15 @@ reads from the clock. Equal messages give one object of ids, so that finding a f
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
-from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from .errors import DagError
-from .tokenizer import ChatPrompt, Tokenizer
+from .tokenizer import Chat, ChatPrompt, Tokenizer
 
 DEFAULT_MOST_CHARACTERS = 2**25
 
@@ -33,7 +33,7 @@ class Ids(tuple[int, ...]):
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that tell ids apart."""
-        return hashlib.blake2b(array("q", self).tobytes(), digest_size=16).digest()
+        return hashlib.blake2b(struct.pack(f"<{len(self)}q", *self), digest_size=16).digest()
 
 
 class PromptCache:
@@ -57,36 +57,60 @@ class PromptCache:
         self, messages: Sequence[Mapping[str, Any]], *, generate: bool, has_context: bool, salt: str
     ) -> ChatPrompt:
         """What `Tokenizer.chat` gives, with `Ids`. Raises DagError as it, and `unsupported` without a tokenizer."""
+        (found,) = self.chats([Chat(messages, generate, has_context)], salt=salt)
+        if isinstance(found, DagError):
+            raise found
+        return found
+
+    def chats(self, chats: Sequence[Chat], *, salt: str) -> list[ChatPrompt | DagError]:
+        """What `chat` gives for each, or raises; what was not encoded before is encoded together, equal ones once.
+
+        Raises: DagError `unsupported` without a tokenizer.
+        """
         if self._tokenizer is None:
             raise DagError(
                 "unsupported", "this model has no tokenizer; queries are made of messages", "query"
             )
-        said = tuple((message["role"], message["content"]) for message in messages)
         clock = self._tokenizer.read_clock()
         if clock is None:
-            return _hashed(self._tokenizer.chat(messages, generate=generate, has_context=has_context))
-        key = salt, generate, has_context, clock, said
+            return [_hashed(found) for found in self._tokenizer.chats(chats)]
+        keys = [_key(chat, salt, clock) for chat in chats]
+        found: dict[tuple[Any, ...], ChatPrompt | DagError] = {}
         with self._lock:
-            known = self._known.get(key)
-            if known is not None:
-                self._known.move_to_end(key)
-                return known
-        prompt = _hashed(self._tokenizer.chat(messages, generate=generate, has_context=has_context))
-        if self._tokenizer.read_clock() != clock:
-            return prompt
-        with self._lock:
-            if key in self._known:
-                return self._known[key]
-            self._known[key] = prompt
-            self._characters += _length(key)
-            while self._characters > self._most:
-                forgotten, _ = self._known.popitem(last=False)
-                self._characters -= _length(forgotten)
+            for key in keys:
+                known = self._known.get(key)
+                if known is not None:
+                    self._known.move_to_end(key)
+                    found[key] = known
+        new = {key: chat for key, chat in zip(keys, chats, strict=True) if key not in found}
+        if new:
+            encoded = map(_hashed, self._tokenizer.chats(list(new.values())))
+            found.update(zip(new, encoded, strict=True))
+            if self._tokenizer.read_clock() == clock:
+                with self._lock:
+                    for key in new:
+                        found[key] = self._remember(key, found[key])
+        return [found[key] for key in keys]
+
+    def _remember(self, key: tuple[Any, ...], prompt: ChatPrompt | DagError) -> ChatPrompt | DagError:
+        """Returns the prompt, or an equal one that another thread remembered meanwhile. Refusals are not."""
+        if isinstance(prompt, DagError) or key in self._known:
+            return self._known.get(key, prompt)
+        self._known[key] = prompt
+        self._characters += _length(key)
+        while self._characters > self._most:
+            forgotten, _ = self._known.popitem(last=False)
+            self._characters -= _length(forgotten)
         return prompt
 
 
-def _hashed(prompt: ChatPrompt) -> ChatPrompt:
-    return ChatPrompt(Ids(prompt.input_ids), prompt.turn_start)
+def _key(chat: Chat, salt: str, clock: tuple[str, ...]) -> tuple[Any, ...]:
+    said = tuple((message["role"], message["content"]) for message in chat.messages)
+    return salt, chat.generate, chat.has_context, clock, said
+
+
+def _hashed(prompt: ChatPrompt | DagError) -> ChatPrompt | DagError:
+    return prompt if isinstance(prompt, DagError) else ChatPrompt(Ids(prompt.input_ids), prompt.turn_start)
 
 
 def _length(key: tuple[Any, ...]) -> int:

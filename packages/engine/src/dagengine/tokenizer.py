@@ -2,7 +2,7 @@
 
 Reads `tokenizer.json` with the `tokenizers` library and the chat template with a sandboxed jinja2. Ids of states
 are never decoded and encoded again; only what a caller sends as text passes through here.
-Texts are encoded as batches of one: only those let other threads run meanwhile.
+Texts are encoded as batches: only those let other threads run meanwhile, and one of several texts is spread over cores.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import nodes
@@ -26,7 +27,16 @@ from .errors import DagError
 
 CLOCK = "strftime_now"
 _MARK = "\u2063system\u2063"
+_BEFORE = ({"role": "system", "content": _MARK},)
 _SPECIALS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
+
+
+class Chat(NamedTuple):
+    """Messages to be rendered, and whether a generation prompt follows and a context stands before them."""
+
+    messages: Sequence[Mapping[str, Any]]
+    generate: bool
+    has_context: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,48 +106,81 @@ class Tokenizer:
         Raises:
             DagError: `invalid_request` with the template's own message where it refuses the messages.
         """
-        text = (
-            self._render_after_context(messages, generate)
-            if has_context
-            else self._render(messages, generate)
+        (found,) = self.chats([Chat(messages, generate, has_context)])
+        if isinstance(found, DagError):
+            raise found
+        return found
+
+    def chats(self, chats: Sequence[Chat]) -> list[ChatPrompt | DagError]:
+        """What `chat` gives for each, or raises; faster than one after the other."""
+        found: list[ChatPrompt | DagError] = []
+        texts: list[tuple[int, str]] = []
+        turns: list[tuple[int, str, int]] = []
+        for index, chat in enumerate(chats):
+            try:
+                text, turn = self._rendered(chat)
+                require_unicode(text, "messages")
+            except DagError as error:
+                found.append(error)
+                continue
+            found.append(ChatPrompt((), None))
+            if turn is None:
+                texts.append((index, text))
+            else:
+                turns.append((index, text, turn))
+        encode, encode_with_offsets = self._tokenizer.encode_batch_fast, self._tokenizer.encode_batch
+        encodings = encode([text for _, text in texts], add_special_tokens=False) if texts else []
+        for (index, _), encoding in zip(texts, encodings, strict=True):
+            found[index] = ChatPrompt(tuple(encoding.ids), None)
+        encodings = (
+            encode_with_offsets([text for _, text, _ in turns], add_special_tokens=False) if turns else []
         )
-        encoding = self._encode_with_offsets(text)
-        if not generate:
-            return ChatPrompt(tuple(encoding.ids), None)
-        without = (
-            self._render_after_context(messages, False) if has_context else self._render(messages, False)
-        )
-        if not text.startswith(without):
-            return ChatPrompt(tuple(encoding.ids), None)
-        ids = tuple(encoding.ids)
-        start = bisect_left(range(len(ids)), len(without), key=lambda i: encoding.token_to_chars(i)[0])
-        return ChatPrompt(ids, start)
+        for (index, _, turn), encoding in zip(turns, encodings, strict=True):
+            ids = tuple(encoding.ids)
+            start = bisect_left(range(len(ids)), turn, key=lambda i, e=encoding: e.token_to_chars(i)[0])
+            found[index] = ChatPrompt(ids, start)
+        return found
 
     def read_clock(self) -> tuple[str, ...] | None:
         """What the chat template is told of the time now; None where only rendering shows what it asks.
 
         Equal messages give equal prompts as long as this is equal.
         """
-        if self._times is None:
-            return None
+        if not self._times:
+            return self._times
         now = datetime.now()
         return tuple(now.strftime(form) for form in self._times)
 
-    def _encode_with_offsets(self, text: str) -> Any:
-        require_unicode(text, "messages")
-        return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+    def _rendered(self, chat: Chat) -> tuple[str, int | None]:
+        """The text, and the offset at which its generation prompt begins; None where it has none of its own."""
+
+        def render(generate: bool) -> str:
+            if chat.has_context:
+                return self._render_after_context(chat.messages, generate)
+            return self._render(chat.messages, generate)
+
+        text = render(chat.generate)
+        if not chat.generate:
+            return text, None
+        without = render(False)
+        return text, len(without) if text.startswith(without) else None
 
     def _render_after_context(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
         if messages and messages[0].get("role") == "system":
             return self._without_bos(messages, generate)
-        before = [{"role": "system", "content": _MARK}]
         try:
-            prefix, text = self._render(before, False), self._render([*before, *messages], generate)
+            before = self._before if self._times == () else self._render(_BEFORE, False)
+            text = self._render([*_BEFORE, *messages], generate)
         except DagError:
-            prefix = text = ""
-        if _MARK in prefix and text.startswith(prefix):
-            return text.removeprefix(prefix)
+            before = text = ""
+        if _MARK in before and text.startswith(before):
+            return text.removeprefix(before)
         return self._without_bos(messages, generate)
+
+    @cached_property
+    def _before(self) -> str:
+        """A system turn of ours, where the template does not ask for the time."""
+        return self._render(_BEFORE, False)
 
     def _without_bos(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
         """Render without the BOS that the template writes in front: its variable, or what a post-processor adds."""

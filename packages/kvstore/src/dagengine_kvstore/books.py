@@ -5,7 +5,8 @@ several of them at once. Users call KVStore; writers and the audit work on this.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     from dagengine_kvstore.leases import Lease
     from dagengine_kvstore.pressure import Pressure
     from dagengine_kvstore.writer import RestoreWriter, Writer
+
+
+SPARE_USES = 1024
+"""How many nodes that nobody can reach are left in the order of use before it is cleared of them."""
+
+_uid = attrgetter("uid")
 
 
 class Books:
@@ -66,6 +73,8 @@ class Books:
         self._nodes: weakref.WeakValueDictionary[int, NodeRecord] = weakref.WeakValueDictionary()
         self._clock = clock
         self._uses = 0
+        # Uids in the order of use, of all sealed nodes that have pages; also of some that have none any more.
+        self._used: dict[int, None] = {}
 
     def nodes(self) -> list[NodeRecord]:
         """All nodes that somebody can still reach, oldest first."""
@@ -86,10 +95,26 @@ class Books:
         """Where the least available of a sealed node's held pages is. NOWHERE if nothing holds it."""
         return node_tier(node, self.holds.covered_pages(node)) if node.held else Tier.NOWHERE
 
-    def next_use(self) -> int:
-        """The time of a use: a count, so that eviction does not depend on the clock."""
+    def by_use(self) -> Iterator[NodeRecord]:
+        """Sealed nodes that have pages, the one used longest ago first; of those used together the youngest first,
+        since it depends on the older ones.
+        """
+        for uid in tuple(self._used):
+            node = self._nodes.get(uid)
+            if node is None or not any(page is not None for page in node.pages):
+                del self._used[uid]  # pages come with a use
+            else:
+                yield node
+
+    def use(self, nodes: Iterable[NodeRecord]) -> None:
+        """Nodes are used, together. The time of a use is a count, so that eviction does not depend on the clock."""
         self._uses += 1
-        return self._uses
+        for node in sorted(nodes, key=_uid, reverse=True):
+            node.last_used = self._uses
+            self._used.pop(node.uid, None)
+            self._used[node.uid] = None
+        if len(self._used) > 2 * len(self._nodes) + SPARE_USES:
+            self._used = {uid: None for uid in self._used if uid in self._nodes}
 
     def note(
         self,
@@ -106,7 +131,7 @@ class Books:
 
     def pinned(self) -> set[NodeRecord]:
         """Nodes under a pinned handle: its own and all that it passes on."""
-        return pinned_nodes(handle.hold for handle in self.handles if handle.pinned)
+        return pinned_nodes(handle.hold for handle in self.handles.pinned)
 
     def evict(self, node: NodeRecord, pages: Collection[int]) -> int:
         """Let these of a node's pages leave the device. Returns their number."""
@@ -185,7 +210,7 @@ class Books:
         node.set_pages(writer.pages)
         for page in writer.pages:
             self.pool.touch(page, written=True)
-        node.last_used = self.next_use()
+        self.use([node])
         writer.pages = []
         self.hold(node, node.length)
         self.holds.release(node.root, *writer.digested)
@@ -217,7 +242,7 @@ class Books:
         for old in reversed(replaced):
             if old is not None:
                 self.pool.drop(old)
-        node.last_used = self.next_use()
+        self.use([node])
         self._end_restore(writer, "restored")
 
     def abort_restore(self, writer: RestoreWriter) -> None:

@@ -10,14 +10,15 @@ themselves are `transfers.py`'s.
 What can be dropped at once goes first, in the policy's order. Only if that is not enough are stores started, as many
 pages as are short, and no more before these have ended: whoever needs the pages waits.
 
-Where there is one tier, the order stands until more may be dropped than before (`Books.releases`): a step that admits
-many asks the policy once. Whoever was used meanwhile comes after all others.
+Where there is one tier, what is dropped follows an order that stands: of `lru` that of the books, of any other policy
+what it answered, until more may be dropped than before (`Books.releases`), so that a step that admits many asks once.
+Whoever was used meanwhile comes after all others.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 from dagengine_kvstore.claims import Claims
 from dagengine_kvstore.costs import CostModel, reload_is_cheaper
 from dagengine_kvstore.errors import KVStoreError, OutOfHostPages, OutOfPages
-from dagengine_kvstore.eviction import Candidate, EvictionPolicy, choose, freed_pages
+from dagengine_kvstore.eviction import Candidate, EvictionPolicy, LeastRecentlyUsed, choose, freed_pages
 from dagengine_kvstore.nodes import NodeRecord
 from dagengine_kvstore.residency import PageCopy, clean_copy, copy_of
 from dagengine_kvstore.tickets import Ticket
@@ -51,7 +52,7 @@ class Plan:
 
 @dataclass(slots=True)
 class _Ranking:
-    """The policy's order, when the books had counted so many releases: uids, and when each had been used last."""
+    """What a policy answered when the books had counted so many releases: uids, and when each had been used last."""
 
     releases: int
     last_used: dict[int, int]
@@ -79,6 +80,7 @@ class Pressure:
         self._books = books
         self._transfers = transfers
         self._policy = policy
+        self._by_use = type(policy) is LeastRecentlyUsed
         self._costs = costs
         self._next_use = next_use
         self._write_back = write_back
@@ -114,8 +116,10 @@ class Pressure:
         short = count - unused
         if short <= 0:
             return
-        if evict and restoring is None and self._drop_ranked(reads, short):
-            return
+        if evict and restoring is None and not self._transfers.is_usable:
+            if self._drop_in_order(reads, short):
+                return
+            evict = not self._by_use  # of `lru` that was all
         refused: set[NodeRecord] = set()
         while evict:
             plan = self.plan(reads=reads, refused=refused)
@@ -135,29 +139,22 @@ class Pressure:
             refused |= in_vain
         raise OutOfPages(count, unused, pool.num_waiting, self._transfers.tickets.num_pages("store"))
 
-    def _drop_ranked(self, reads: Iterable[Read], short: int) -> bool:
+    def _drop_in_order(self, reads: Iterable[Read], short: int) -> bool:
         """Drop `short` pages by the order that stands. False, and nothing is dropped, if that is not enough."""
-        books, ranking = self._books, self._ranking
-        if ranking.releases != books.releases or self._transfers.is_usable:
-            return False
+        books = self._books
         pinned, read = books.pinned(), {read.node for read in reads}
         kept: dict[NodeRecord, set[int]] | None = None
         owned: dict[NodeRecord, list[int]] = {}
         gone: list[int] = []
         unshared = 0
-        for uid, last_used in ranking.last_used.items():
-            node = books.node(uid)
-            if node is None or node.last_used != last_used or not node.recomputable:
-                gone.append(uid)
-                continue
-            if node.restoring or node in pinned:
-                gone.append(uid)
-                continue
-            if kept is None and (node.leases or node in read):
-                kept = self._kept(reads)
-            pages = self._pages(node, kept.get(node, NO_PAGES) if kept else NO_PAGES)
+        for node in books.by_use() if self._by_use else self._ranked():
+            pages: list[int] = []
+            if node.recomputable and not node.restoring and node not in pinned:
+                if kept is None and (node.leases or node in read):
+                    kept = self._kept(reads)
+                pages = self._pages(node, kept.get(node, NO_PAGES) if kept else NO_PAGES)
             if not pages:
-                gone.append(uid)
+                gone.append(node.uid)
                 continue
             owned[node] = pages
             unshared += sum(books.pool.refs[page] == 1 for page in pages)
@@ -166,10 +163,18 @@ class Pressure:
         by_uid = {node.uid: node for node in owned}
         chosen = choose(list(by_uid), _by_uid(owned), books.pool.refs, short)
         for uid in (*gone, *(chosen or ())):
-            del ranking.last_used[uid]
+            self._ranking.last_used.pop(uid, None)
         for uid in chosen or ():
             books.evict(by_uid[uid], owned[by_uid[uid]])
         return chosen is not None
+
+    def _ranked(self) -> Iterator[NodeRecord]:
+        """What the policy ranked, if that still stands, without those that were used since."""
+        if self._ranking.releases == self._books.releases:
+            for uid, last_used in self._ranking.last_used.items():
+                node = self._books.node(uid)
+                if node is not None and node.last_used == last_used:
+                    yield node
 
     def num_droppable(self, exclude: Collection[NodeRecord], reads: Iterable[Read]) -> int:
         """Pages that evicting would free now."""
@@ -257,6 +262,7 @@ class Pressure:
                 else:
                     on_host[copy] = node
             if returned:
+                self._books.use([node])
                 self._books.note("returned", node, pages=returned, tier=Tier.DEVICE)
         if not on_host:
             return len(on_way)

@@ -181,10 +181,14 @@ class Repositioner:
             self._books.pool, self._books.page_size, reads, (array("i"),) * len(reads), lambda _: None
         )
         self._books.leases[lease] = None
+        for read in reads:
+            read.node.leases += 1
         try:
             yield
         finally:
             del self._books.leases[lease]
+            for read in reads:
+                read.node.leases -= 1
 
     def _targets(self, jobs: Sequence[_Job], fresh: Sequence[int], given: Sequence[int]) -> list[list[int]]:
         """The pages of each new node, in order."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import cache
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -31,8 +32,13 @@ def digest(fields: Iterable[tuple[str, bytes]]) -> bytes:
 
 def _head(tag: str, size: int) -> bytes:
     """What `digest` puts before a value of this size."""
+    return _prefixed(tag) + size.to_bytes(8, "little")
+
+
+@cache
+def _prefixed(tag: str) -> bytes:
     name = tag.encode()
-    return len(name).to_bytes(8, "little") + name + size.to_bytes(8, "little")
+    return len(name).to_bytes(8, "little") + name
 
 
 def pack(values: Sequence[int]) -> bytes:
@@ -137,11 +143,18 @@ class ContentTable:
     def __init__(self) -> None:
         self._contexts: weakref.WeakKeyDictionary[Context, weakref.ref[Context]] = weakref.WeakKeyDictionary()
         self._prefixes: weakref.WeakKeyDictionary[Prefix, weakref.ref[Prefix]] = weakref.WeakKeyDictionary()
+        self._empty: weakref.WeakValueDictionary[tuple[object, ...], Context] = weakref.WeakValueDictionary()
 
     def context(
         self, signature: tuple[tuple[str, str], ...], salt: str, reads: tuple[Read, ...], own_start: int
     ) -> Context:
-        return _intern(self._contexts, Context(signature, salt, reads, own_start))
+        if reads:
+            return _intern(self._contexts, Context(signature, salt, reads, own_start))
+        key = signature, salt
+        found = self._empty.get(key)
+        if found is None:
+            found = self._empty[key] = _intern(self._contexts, Context(signature, salt, reads, own_start))
+        return found
 
     def extend(self, before: Context | Prefix, tokens: Sequence[int]) -> Prefix:
         return _intern(self._prefixes, Prefix(before, tuple(tokens)))

@@ -37,6 +37,7 @@ class HandleTable:
         self._tombstone_s = tombstone_s
         self._new_id = new_id
         self._handles: dict[str, Handle] = {}
+        self._pinned: dict[str, Handle] = {}
         self._tombstones: dict[str, str] = {}  # id -> salt
         self._ended: deque[tuple[float, str]] = deque()  # (end of the tombstone, id), ascending
         self._deadlines: list[tuple[float, str]] = []
@@ -47,6 +48,11 @@ class HandleTable:
     def __len__(self) -> int:
         return len(self._handles)
 
+    @property
+    def pinned(self) -> tuple[Handle, ...]:
+        """Those that are pinned, in the order in which they were."""
+        return tuple(self._pinned.values())
+
     def add(self, node: NodeRecord, at: int, hold: Hold, name: str | None, pinned: bool) -> Handle:
         handle_id = self._new_id()
         if handle_id in self._handles or handle_id in self._tombstones:
@@ -55,6 +61,8 @@ class HandleTable:
             )
         handle = Handle(handle_id, node, at, hold, name, None, pinned)
         self._handles[handle_id] = handle
+        if pinned:
+            self._pinned[handle_id] = handle
         return handle
 
     def get(self, handle_id: str, salt: str | None) -> Handle:
@@ -80,11 +88,16 @@ class HandleTable:
 
     def set_pinned(self, handle: Handle, pinned: bool) -> None:
         handle.pinned = pinned
+        if pinned:
+            self._pinned[handle.id] = handle
+        else:
+            self._pinned.pop(handle.id, None)
         if handle.deadline is not None:
             heapq.heappush(self._deadlines, (handle.deadline, handle.id))
 
     def remove(self, handle: Handle) -> None:
         del self._handles[handle.id]
+        self._pinned.pop(handle.id, None)
         self._tombstones[handle.id] = handle.node.salt
         self._ended.append((self._clock() + self._tombstone_s, handle.id))
 

@@ -292,10 +292,9 @@ class KVStore:
                 runs.append(run)
         if missing:
             raise not_resident(missing)
-        use = self._books.next_use()
+        self._books.use(read.node for read in reads)
         for read in reads:
             read.node.leases += 1
-            read.node.last_used = use
         if self._claims:
             self.unclaim(reads)
         lease = Lease(self._books.pool, self.page_size, reads, tuple(runs), self._books.end_lease)
@@ -588,7 +587,7 @@ class KVStore:
 
     def _check_pin(self, hold: Hold, salt: str) -> None:
         """Whether what a hold keeps may be pinned, too."""
-        holds = [handle.hold for handle in self._books.handles if handle.pinned]
+        holds = [handle.hold for handle in self._books.handles.pinned]
         self._pins.check(pinned_nodes([*holds, hold]), self._books.holds, salt)
 
     def _handle(self, handle_id: str, salt: str | None) -> Handle:

@@ -208,9 +208,7 @@ class Transfers:
                 copy.to(Tier.DEVICE)
                 books.copies.bind(copy, page)
             books.copies.settle(copy)
-        use = books.next_use()
-        for node in self._nodes(ticket.copies):
-            node.last_used = use
+        books.use(self._nodes(ticket.copies))
         self.counts["pages_load"] += len(ticket.pages)
         self._note("loaded", ticket.id, ticket, Tier.DEVICE)
 
