@@ -149,6 +149,19 @@ def test_fragments_that_left_the_device_are_computed_again_and_none_is_restored(
     assert llm.engine.ask(lambda core: len(core.store.states())) == len(llm.fragments) == 3
 
 
+def test_fragments_that_a_query_found_leave_the_device_after_others(llm: LLM) -> None:
+    llm.query(asking(1, 1, 2, 3), keep=False, **OPTIONS)
+    keys = llm.engine.ask(lambda core: list(llm.fragments._kept))
+
+    def order(core: Any) -> list[Any]:
+        """Keys as their states are evicted, the middle one found before."""
+        llm.fragments.find(core, keys[1:2])
+        node_of = {key: core.store.resolve(state, key.salt)[0] for key, state in llm.fragments._kept.items()}
+        return sorted(keys, key=lambda key: (node_of[key].last_used, -node_of[key].uid))
+
+    assert llm.engine.ask(order)[-1] == keys[1] and len(keys) == 3
+
+
 class Broken:
     """A retriever that finds for every corpus but the one that says how it breaks."""
 

@@ -527,3 +527,18 @@ def test_pinned_and_released_nodes_change_who_makes_room() -> None:
     writer_of(store, 2)
     assert tiers(store, *nodes) == ["nowhere", "nowhere", "nowhere", "device"]
     store.check()
+
+
+def test_what_was_used_without_a_lease_goes_later() -> None:
+    store = make_store(num_pages=6)
+    nodes = [write(store, [first] * 8) for first in range(3)]
+    store.use([nodes[0], nodes[2]])
+    writer = store.begin([], [], 0, signature=SIGNATURE)
+    writer.reserve(8)
+    assert tiers(store, *nodes) == ["device", "nowhere", "device"]
+    with pytest.raises(KVStoreError) as error:
+        store.use([nodes[1], writer.node])
+    assert (error.value.code, error.value.field) == ("state_not_sealed", "nodes")
+    assert nodes[1].last_used < nodes[0].last_used == nodes[2].last_used
+    writer.abort()
+    store.check()

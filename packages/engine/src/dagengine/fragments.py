@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from dagengine_kvstore import KVStoreError, Read
+from dagengine_kvstore import KVStoreError, NodeRecord, Read
 
 from .core import EngineCore
 from .errors import DagError
@@ -57,6 +57,7 @@ class FragmentStates:
         That is a use of them: others are evicted first.
         """
         found: dict[FragmentKey, str] = {}
+        nodes: list[NodeRecord] = []
         for key in keys:
             state = self._kept.get(key)
             if state is None:
@@ -72,6 +73,8 @@ class FragmentStates:
                 continue
             self._kept.move_to_end(key)
             found[key] = state
+            nodes.append(node)
+        core.store.use(nodes)
         return found
 
     def keep(self, core: EngineCore, states: Mapping[FragmentKey, str]) -> None:

@@ -39,7 +39,7 @@ from .request import ContextRef, FinishedEvent, Keep, Request, SpanName, check_p
 from .retrievers import guarded
 from .sampling import SamplingParams, seed_after
 from .state import State
-from .tokenizer import ChatPrompt
+from .tokenizer import Chat, ChatPrompt
 
 CALL_FIELDS = ("max_tokens", "temperature")
 
@@ -205,16 +205,20 @@ def encode_lowered(
     if len(lowered.models) > 1:
         models = ", ".join(lowered.models)
         raise DagError("unsupported", f"calls name several models ({models}); an engine has one", "model")
+    nodes = [
+        node
+        for node in lowered.nodes
+        if _held(node) is None and not any(isinstance(part, HeldInput) for part in node.parts)
+    ]
+    chats = [Chat(node.messages, node.generate is not None, node.continues) for node in nodes]
+    try:
+        found = cache.chats(chats, salt=salt) if chats else []
+    except DagError as error:
+        raise DagError(error.code, error.message, nodes[0].path or None) from None
     prompts: dict[str, ChatPrompt] = {}
-    for node in lowered.nodes:
-        if _held(node) is not None or any(isinstance(part, HeldInput) for part in node.parts):
-            continue
-        try:
-            prompt = cache.chat(
-                node.messages, generate=node.generate is not None, has_context=node.continues, salt=salt
-            )
-        except DagError as error:
-            raise DagError(error.code, error.message, node.path or None) from None
+    for node, prompt in zip(nodes, found, strict=True):
+        if isinstance(prompt, DagError):
+            raise DagError(prompt.code, prompt.message, node.path or None)
         if not prompt.input_ids:
             raise DagError("invalid_request", "the chat template makes no token of this", node.path or None)
         prompts[node.id] = prompt

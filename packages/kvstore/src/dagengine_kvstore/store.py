@@ -313,6 +313,16 @@ class KVStore:
                 there = False
         return there
 
+    def use(self, nodes: Iterable[NodeRecord]) -> None:
+        """Nodes are used now, together, as by a lease: policies that go by use evict others first.
+
+        Raises KVStoreError `state_not_sealed`, `parent_failed`; nothing was changed then.
+        """
+        nodes = tuple(nodes)
+        for node in nodes:
+            check_readable(node, 0, node.length, None, "nodes")
+        self._books.use(nodes)
+
     def restore(self, node: NodeRecord) -> RestoreWriter:
         """Compute the missing pages of a held, sealed node again. One restore of a node runs at a time.
 
