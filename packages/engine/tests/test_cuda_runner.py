@@ -337,6 +337,20 @@ def test_large_steps_and_those_of_a_runner_that_replays_none_are_not_padded():
         assert not pair.runner._buffers
 
 
+def test_plans_of_large_steps_are_in_no_slot_of_which_graphs_hold_addresses():
+    pair = Pair(page_size=16, mixed_rows=8)
+    pair.prefill([pair.stepper.work(5)])
+    works = [pair.stepper.work(3)]
+    pair.prefill(works)
+    pair.decode(works)
+    slots = pair.runner._slots[pair.twin]
+    replayed = [slot.plan for slot in (*slots.padded, *slots.decode)]
+    assert None not in replayed and [slot.plan for slot in slots.large] == [None] * pair.num_groups
+    pair.prefill([pair.stepper.work(9)])
+    assert [slot.plan for slot in (*slots.padded, *slots.decode)] == replayed
+    assert None not in [slot.plan for slot in slots.large]
+
+
 def test_rows_that_pad_write_nothing_and_what_was_there_is_gone():
     pair = Pair(page_size=16)
     buffers = StepBuffers(8, 3, torch.device("cpu"))

@@ -72,10 +72,13 @@ class SlotBackend(Protocol):
 
 @dataclass(frozen=True)
 class _Slots:
-    """A slot for each group of layers: for decode steps, whose plan is to stay, and for all others."""
+    """A slot for each group of layers: for decode steps, whose plan is to stay, for other steps that are replayed, and
+    for large ones, whose plans would make a slot grow that graphs hold addresses of.
+    """
 
     decode: tuple[Any, ...]
-    mixed: tuple[Any, ...]
+    padded: tuple[Any, ...]
+    large: tuple[Any, ...]
 
 
 @dataclass
@@ -272,7 +275,7 @@ class CudaRunner(Runner):
         """A small step of chunks of any lengths: one upload, one for each plan, and a replay if its kind is known."""
         counts, positions, wanted = _rows_of(chunks)
         plans = self._plan(
-            self._views.table([chunk.work for chunk in chunks], counts, positions), backend, slots.mixed
+            self._views.table([chunk.work for chunk in chunks], counts, positions), backend, slots.padded
         )
         buffers = self._buffers_for(len(positions), self._mixed_capacities)
         buffers.fill_mixed(chunks, positions, wanted, pending, self._staging)
@@ -331,7 +334,7 @@ class CudaRunner(Runner):
         self._staging.send(ints)
         on_device = ints.split(sizes)
         table = self._views.table(works, counts, positions)
-        plans = self._plan(table, backend, None if slots is None else slots.mixed)
+        plans = self._plan(table, backend, None if slots is None else slots.large)
         if unknown:
             assert pending is not None, "a token is pending, but the previous launch sampled nothing"
             on_device[0].index_copy_(0, on_device[4], pending.index_select(0, on_device[5]))
@@ -389,7 +392,7 @@ class CudaRunner(Runner):
     def _make_slots(self, backend: AttentionBackend) -> _Slots | None:
         refused = "it has no slots for plans"
         if isinstance(backend, SlotBackend):
-            decode, mixed = (tuple(backend.new_slot(self.device) for _ in self._groups) for _ in range(2))
+            decode, *others = (tuple(backend.new_slot(self.device) for _ in self._groups) for _ in range(3))
             empty = SegmentTable.from_sequences(
                 (), page_size=self.arena.page_size, num_pages=self.arena.num_pages
             )
@@ -400,7 +403,7 @@ class CudaRunner(Runner):
                     raise
                 refused = error.message
             else:
-                return _Slots(decode, mixed)
+                return _Slots(decode, *others)
         log.warning(
             "decode steps with attention backend %s are launched one kernel at a time: %s",
             backend.name,
