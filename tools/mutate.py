@@ -24,9 +24,9 @@ from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "packages" / "kvstore"
-MODULES = "pages host_pages tiers residency tickets transfers pressure claims costs pins".split()
+MODULES = "pages free_runs host_pages tiers residency tickets transfers pressure claims costs pins".split()
 TESTS = (
-    "test_audit test_claim test_conformance test_events test_eviction test_holds test_pages "
+    "test_audit test_claim test_conformance test_events test_eviction test_free_runs test_holds test_pages "
     "test_pressure test_recall test_registry test_repositioning test_repositioning_tiers test_restore test_reuse "
     "test_states test_tickets test_tiers test_unclaim test_writer"
 ).split()

@@ -1,39 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from kvstore_helpers import refused
 
 from dagengine_kvstore.host_pages import HostPool
-from dagengine_kvstore.pages import FreeRuns, PagePool, PageState
-
-
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(-1, 11)), max_size=40))
-def test_free_runs_behave_as_a_set_and_are_contiguous_where_they_can(steps: list[tuple[int, int]]) -> None:
-    runs, free, taken = FreeRuns(12), set(range(12)), []
-    for count, page in steps:
-        if count > len(free) or count == 0:
-            for page in taken[: count + 1]:
-                runs.add(page)
-                free.add(page)
-            taken = taken[count + 1 :]
-            continue
-        longest = max(
-            (n for n in range(1, 13) if any({*range(s, s + n)} <= free for s in range(12))), default=0
-        )
-        after = None if page < 0 or page in free else page
-        follows = after is not None and after + 1 in free
-        got = runs.take(count, after)
-        assert len(set(got)) == count and set(got) <= free
-        if follows:
-            assert got[0] == after + 1
-        elif longest >= count:
-            assert got == list(range(got[0], got[0] + count))
-        free -= set(got)
-        taken += got
-        assert len(runs) == len(free)
-        assert {page for page in range(12) if page in runs} == free
+from dagengine_kvstore.pages import PagePool, PageState
 
 
 def test_a_page_freed_in_a_step_waits_for_every_fence_begun_before() -> None:
@@ -120,26 +91,6 @@ def test_ending_a_fence_frees_what_waited_for_no_other() -> None:
         pool.end_fence(first)
     pool.end_fence(second)
     assert pool.num_free == 2
-
-
-def test_free_runs_give_the_smallest_run_that_is_long_enough_or_the_longest() -> None:
-    runs = FreeRuns(12)
-    runs.take(12)
-    for page in (0, 1, 3, 4, 5, 7, 8, 9, 10):
-        runs.add(page)
-    assert runs.take(2) == [0, 1]
-    assert runs.take(3) == [3, 4, 5]
-    assert runs.take(4) == [7, 8, 9, 10]
-    for page in (5, 4, 3, 8, 7):
-        runs.add(page)
-    assert runs.take(4) == [3, 4, 5, 7]
-    assert list(FreeRuns(0).take(0)) == [] and 0 not in FreeRuns(0) and len(FreeRuns(0)) == 0
-    empty = FreeRuns(0)
-    assert empty._starts == [] and empty._start_of == {}
-    runs = FreeRuns(3)
-    runs.take(2)
-    runs.add(1)
-    assert runs.take(2) == [1, 2]
 
 
 def test_a_page_under_a_ticket_goes_nowhere_until_the_ticket_ends() -> None:

@@ -10,7 +10,7 @@ A MOVING page stays so until its ticket has ended, whoever lets go of it.
 from __future__ import annotations
 
 from dagengine_kvstore.errors import KVStoreError
-from dagengine_kvstore.pages import FreeRuns
+from dagengine_kvstore.free_runs import FreeRuns
 
 
 class HostPool:

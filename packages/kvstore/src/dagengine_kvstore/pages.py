@@ -25,11 +25,11 @@ nobody has used since then is free at once.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right, insort
 from collections.abc import Hashable, Iterable, Sequence
 from enum import StrEnum
 
 from dagengine_kvstore.errors import KVStoreError
+from dagengine_kvstore.free_runs import FreeRuns
 
 
 class PageState(StrEnum):
@@ -38,80 +38,6 @@ class PageState(StrEnum):
     LIVE = "live"
     WAITING = "waiting"
     MOVING = "moving"
-
-
-class FreeRuns:
-    """A set of page ids kept as maximal runs, so that allocation can hand out contiguous pages."""
-
-    def __init__(self, num_pages: int) -> None:
-        self._starts = [0] if num_pages else []
-        self._length = dict.fromkeys(self._starts, num_pages)
-        self._start_of = {num_pages: 0} if num_pages else {}  # end of run (exclusive) -> its start
-        self._count = num_pages
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __contains__(self, page: int) -> bool:
-        index = bisect_right(self._starts, page) - 1
-        return index >= 0 and page < self._starts[index] + self._length[self._starts[index]]
-
-    def add(self, page: int) -> None:
-        """Put one page back and merge it with its neighbours."""
-        start, length = page, 1
-        left = self._start_of.pop(page, None)
-        if left is None:
-            insort(self._starts, page)
-        else:
-            start, length = left, self._length.pop(left) + 1
-        right = self._length.pop(page + 1, None)
-        if right is not None:
-            del self._starts[bisect_left(self._starts, page + 1)]
-            length += right
-        self._length[start] = length
-        self._start_of[start + length] = start
-        self._count += 1
-
-    def take(self, count: int, after: int | None = None) -> list[int]:
-        """`count` pages: first those right behind `after`, then the smallest run that is long enough."""
-        assert count <= self._count
-        pages: list[int] = []
-        if after is not None and after + 1 in self._length:
-            pages += self._cut(after + 1, count)
-        while len(pages) < count:
-            missing = count - len(pages)
-            fitting = [(length, start) for start, length in self._length.items() if length >= missing]
-            if fitting:
-                start = min(fitting)[1]
-            else:
-                start = min((-length, start) for start, length in self._length.items())[1]
-            pages += self._cut(start, missing)
-        return pages
-
-    def remove(self, page: int) -> None:
-        """Take this very page, which is in the set."""
-        assert page in self
-        start = self._starts[bisect_right(self._starts, page) - 1]
-        self._cut(start, page + 1 - start)
-        if start < page:
-            insort(self._starts, start)
-            self._length[start] = page - start
-            self._start_of[page] = start
-            self._count += page - start
-
-    def _cut(self, start: int, count: int) -> range:
-        length = self._length.pop(start)
-        count = min(count, length)
-        index = bisect_left(self._starts, start)
-        if count == length:
-            del self._starts[index]
-            del self._start_of[start + length]
-        else:
-            self._starts[index] = start + count
-            self._length[start + count] = length - count
-            self._start_of[start + length] = start + count
-        self._count -= count
-        return range(start, start + count)
 
 
 class PagePool:
