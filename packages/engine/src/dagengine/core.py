@@ -331,8 +331,11 @@ class EngineCore(StateOperations):
 
     def take_events(self) -> list[Event]:
         """What happened outside of a step, such as a cancellation."""
-        events, self._events = self._events, []
-        return [self._ended_well(event) if isinstance(event, RunningRequest) else event for event in events]
+        taken: list[Event] = []
+        while self._events:
+            events, self._events = self._events, []
+            taken += [self._ended_well(one) if isinstance(one, RunningRequest) else one for one in events]
+        return taken
 
     def abort_all(self, error: DagError) -> None:
         """End every request, and wait for the steps in flight."""
@@ -583,6 +586,10 @@ class EngineCore(StateOperations):
             self._free(running, failed=True)
             error = _without_frames(as_dag_error(caught))
             self._stats.finish(error, ())
+            for child_id in running.children:
+                child = self._requests.get(child_id)
+                if child is not None:
+                    self._finish(child, _parent_failed(request_id, error))
             return FinishedEvent(request_id, (), error)
         self._stats.finish(None, choices)
         return FinishedEvent(request_id, choices)
