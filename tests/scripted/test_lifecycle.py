@@ -127,6 +127,16 @@ def test_the_sampler_forgets_whoever_it_met(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(met) > 5 and met <= forgotten
 
 
+def test_a_step_in_which_what_is_there_already_ends_has_progressed() -> None:
+    core = scripted_core()
+    for name in ("first", "again"):
+        core.submit(document(name, 8))
+        steps = core.stats.steps
+        while core.has_work:
+            core.step()
+        assert core.progressed and (core.stats.steps > steps) == (name == "first")
+
+
 def test_a_step_that_only_collects_has_progressed() -> None:
     run = world()
     run.submit(question("q", keep=Keep()))

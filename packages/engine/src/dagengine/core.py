@@ -283,7 +283,7 @@ class EngineCore(StateOperations):
 
     @property
     def progressed(self) -> bool:
-        """Whether the last step launched or collected something."""
+        """Whether the last step launched, collected or ended something."""
         return self._progressed
 
     @property
@@ -370,6 +370,7 @@ class EngineCore(StateOperations):
             if chunks:
                 self._launch(chunks)
                 self.on_launch()
+        self._progressed = self._progressed or bool(self._events)
         if len(self.preparer.graph) > 2 * len(self._requests) + 1024 and self._stats.steps % 256 == 0:
             self.preparer.forget_dropped()
         return self.take_events()
