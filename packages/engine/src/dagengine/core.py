@@ -7,7 +7,8 @@ What a request did not want any more by then, a row behind its last token or aft
 written to pages that nobody else got meanwhile.
 
 Every submitted request ends with exactly one FinishedEvent, whatever happens to it. Every path out of a request goes
-through `_finish`, which is where that is held.
+through `_finish`, which is where that is held; the event of one that ended well is made, with its answers' records, when
+events are taken.
 """
 
 from __future__ import annotations
