@@ -21,6 +21,7 @@ from dagengine.runner import Chunk
 from dagengine.running import RunningRequest
 from dagengine.sequence import SamplingRow, Sequence
 from dagengine.submitted import Submitted
+from dagengine_kvstore import Lease
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 EVERY_MODE = pytest.mark.parametrize("step_mode", MODES, indirect=True)
@@ -374,6 +375,21 @@ def test_a_dependent_that_is_refused_ends_with_the_reason() -> None:
         "below": "parent_failed",
         "fine": None,
     }
+
+
+def test_a_lease_ends_before_the_seal_lets_go_of_what_was_digested(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = world()
+    run.submit(document("source", 8))
+    run.run()
+    source = run.handle("source").id
+    run.submit(question("digest", ContextRef(state=source, mode="digest"), keep=Keep()))
+    run.run(2)
+    run.core.release_state(source)
+    monkeypatch.setattr(Lease, "keep", lambda *_: pytest.fail("a page was handed to a lease"))
+    live = run.core.store.stats().pages_live
+    run.run()
+    assert error_code(run, "digest") is None and run.core.store.stats().pages_live < live
+    run.core.store.check()
 
 
 def test_a_waiting_request_keeps_what_it_will_read() -> None:

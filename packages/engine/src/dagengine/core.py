@@ -7,8 +7,8 @@ What a request did not want any more by then, a row behind its last token or aft
 written to pages that nobody else got meanwhile.
 
 Every submitted request ends with exactly one FinishedEvent, whatever happens to it. Every path out of a request goes
-through `_finish`, which is where that is held; the event of one that ended well is made, with its answers' records, when
-events are taken.
+through `_finish`, which is where that is held; the event of one that ended well, with the records of its answers, is
+made when events are taken.
 """
 
 from __future__ import annotations
@@ -491,33 +491,30 @@ class EngineCore(StateOperations):
         if event is not None:
             self._events.append(event)
         if sequence.finish_reason is not None and not sequence.keep:
-            self._close(sequence, None)
+            self._close(sequence)
 
     def _seal(self, sequence: Sequence) -> None:
         """Everything is computed and nothing more is sampled: the node becomes a state, or ends."""
         if sequence.finish_reason is None:
             sequence.finish_reason = "prefill"
             sequence.first_token = time.perf_counter()
-        if not sequence.keep:
-            self._close(sequence, None)
-            return
-        node = self.preparer.seal(
-            sequence.writer,  # type: ignore[arg-type]
-            len(sequence.tokens),
-            sequence.spans(),
-            sequence.sampling is not None,
-        )
-        self._close(sequence, node)
+        self._close(sequence)
 
-    def _close(self, sequence: Sequence, node: NodeRecord | None) -> None:
-        """One answer is complete: record it, and finish the request when it was the last."""
+    def _close(self, sequence: Sequence) -> None:
+        """One answer is complete: keep its node if that is wanted, and finish the request when it was the last."""
         running = self._requests[sequence.request.id]
-        self._scheduler.remove(sequence)
+        self._scheduler.remove(sequence)  # its lease ends before the seal lets go of what it digested
         state: str | None = None
         refusal: DagError | None = None
-        if node is None:
+        if not sequence.keep:
             self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
         else:
+            node = self.preparer.seal(
+                sequence.writer,  # type: ignore[arg-type]
+                len(sequence.tokens),
+                sequence.spans(),
+                sequence.sampling is not None,
+            )
             handed = False
             try:
                 state = self._keep(running.request, node)
