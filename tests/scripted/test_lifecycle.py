@@ -20,6 +20,8 @@ from dagengine.request import Choice, Event, FinishedEvent, Request
 from dagengine.runner import Chunk
 from dagengine.running import RunningRequest
 from dagengine.sequence import SamplingRow, Sequence
+from dagengine.submitted import Submitted
+from dagengine_kvstore import Lease
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 EVERY_MODE = pytest.mark.parametrize("step_mode", MODES, indirect=True)
@@ -124,6 +126,16 @@ def test_the_sampler_forgets_whoever_it_met(monkeypatch: pytest.MonkeyPatch) -> 
     run.abort("reader")
     run.run()
     assert len(met) > 5 and met <= forgotten
+
+
+def test_a_step_in_which_what_is_there_already_ends_has_progressed() -> None:
+    core = scripted_core()
+    for name in ("first", "again"):
+        core.submit(document(name, 8))
+        steps = core.stats.steps
+        while core.has_work:
+            core.step()
+        assert core.progressed and (core.stats.steps > steps) == (name == "first")
 
 
 def test_a_step_that_only_collects_has_progressed() -> None:
@@ -365,6 +377,21 @@ def test_a_dependent_that_is_refused_ends_with_the_reason() -> None:
     }
 
 
+def test_a_lease_ends_before_the_seal_lets_go_of_what_was_digested(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = world()
+    run.submit(document("source", 8))
+    run.run()
+    source = run.handle("source").id
+    run.submit(question("digest", ContextRef(state=source, mode="digest"), keep=Keep()))
+    run.run(2)
+    run.core.release_state(source)
+    monkeypatch.setattr(Lease, "keep", lambda *_: pytest.fail("a page was handed to a lease"))
+    live = run.core.store.stats().pages_live
+    run.run()
+    assert error_code(run, "digest") is None and run.core.store.stats().pages_live < live
+    run.core.store.check()
+
+
 def test_a_waiting_request_keeps_what_it_will_read() -> None:
     run = world()
     run.submit(document("source", 9))
@@ -572,6 +599,36 @@ def test_failed_steps_in_a_row_kill_the_engine(monkeypatch: pytest.MonkeyPatch) 
         engine.close()
 
 
+def test_what_is_submitted_while_the_engine_dies_is_refused() -> None:
+    core = scripted_core(max_failed_steps=1)
+    listener, engine = Listener(), EngineThread(core)
+    late: list[Future[Any]] = []
+
+    def dying() -> list[Event]:
+        late.append(engine.submit([question("late")], listener))
+        raise RuntimeError("planted")
+
+    core.step = dying  # type: ignore[method-assign]
+    engine.submit([question("q")], listener)
+    listener.wait(1)
+    engine._thread.join(20)
+    with pytest.raises(EngineDead):
+        late[0].result(20)
+    assert set(listener.ends) == {"q"} and not engine._listeners
+
+
+def test_a_group_that_is_refused_cancels_nobody() -> None:
+    listener, engine = Listener(), EngineThread(scripted_core())
+    long = SamplingParams(max_tokens=100, temperature=0.0)
+    try:
+        engine.submit([question("q", sampling=long)], listener).result(20)
+        assert refused(lambda: Submitted(engine, lambda core: [question("q")])).field == "id"
+        listener.wait(1)
+        assert listener.ends["q"].error is None
+    finally:
+        engine.close()
+
+
 @EVERY_MODE
 def test_one_failed_step_does_not_kill_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     core = scripted_core(max_failed_steps=2)
@@ -701,6 +758,31 @@ def test_a_request_whose_answer_cannot_be_recorded_ends_once_and_leaves_no_state
     assert [state.name for state in run.core.store.states()] == [None]
     assert run.core.stats.finished == {"internal": 1, "length": 1}
     run.core.store.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_reads_an_answer_that_cannot_be_recorded_ends_with_it(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = RunningRequest.choices
+
+    def broken(running: RunningRequest, facts: Mapping[str, object]) -> tuple[Choice, ...]:
+        if running.request.id == "parent":
+            raise RuntimeError("planted")
+        return choices(running, facts)
+
+    monkeypatch.setattr(RunningRequest, "choices", broken)
+    core = scripted_core(mode="overlap" if overlap else "at once")
+    child = question("child", ContextRef(request="parent"))
+    core.submit_group([question("parent"), child, question("other")])
+    events: list[Event] = []
+    while core.has_work:
+        events += core.step()
+    ends = [event for event in events if isinstance(event, FinishedEvent)]
+    found = {end.request_id: end.error and end.error.code for end in ends}
+    assert found == {"parent": "internal", "child": "parent_failed", "other": None} and len(ends) == 3
+    core.store.check()
+    assert core.store.stats().pages_live == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -73,6 +73,29 @@ def test_retaining_without_a_time_keeps_the_state() -> None:
     assert store.describe(handle).expires_s is None
 
 
+def test_a_state_that_is_retained_ends_in_time_and_costs_no_more_however_often_that_was() -> None:
+    clock = Clock()
+    store = make_store(clock=clock)
+    node = write(store, [1])
+    handle, never, unpinned = store.name(node), store.name(node), store.name(node, ttl_s=5, pin=True)
+    for _ in range(1000):
+        clock.now += 1
+        store.retain(handle, ttl_s=5000)
+        store.retain(never, ttl_s=5000)
+        store.pin(unpinned)
+    assert len(store._books.handles._deadlines) < 10
+    store.retain(never, None)
+    store.retain(handle, ttl_s=3)
+    clock.now += 2.9
+    assert len(store.states()) == 3
+    clock.now += 0.1
+    assert [state.id for state in store.states()] == [never, unpinned]
+    clock.now += 10**6
+    store.unpin(unpinned)
+    assert [state.id for state in store.states()] == [never]
+    store.check()
+
+
 @pytest.mark.parametrize("ttl_s", [0, -1.0, float("nan")])
 def test_a_time_to_live_must_be_positive(ttl_s: float) -> None:
     store = make_store()

@@ -293,6 +293,7 @@ def test_a_hanging_engine_is_unhealthy(start: Callable[..., Server]) -> None:
     wait_until(lambda: server.http.get("/health").status_code == 503)
     assert server.http.get("/health/ready").status_code == 503
     assert server.post("/v1/completions", LONG).status_code == 504
+    assert server.post("/v1/query/execute", dump_query(g("which?", max_tokens=2))).status_code == 504
     go_on.set()
     wait_until(lambda: server.http.get("/health").status_code == 200)
     server.settle()

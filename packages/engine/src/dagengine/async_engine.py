@@ -108,7 +108,9 @@ class EngineThread:
                 answer.set_result(function(self._core))
             except BaseException as error:
                 answer.set_exception(error)
-            tell(lambda: answers.put(answer))
+                answers.put(answer)
+            else:
+                tell(lambda: answers.put(answer))
 
         if self._dead is not None or os.getpid() != self._process:
             raise self._dead or EngineDead("the engine is closed")
@@ -139,6 +141,8 @@ class EngineThread:
         def accept(core: EngineCore) -> Sequence[Request]:
             if self._stopping:
                 raise DagError("draining", "the engine is shutting down and takes nothing new")
+            if self._dead is not None:
+                raise self._dead
             requests = make(core)
             if not requests:
                 return requests

@@ -7,7 +7,8 @@ What a request did not want any more by then, a row behind its last token or aft
 written to pages that nobody else got meanwhile.
 
 Every submitted request ends with exactly one FinishedEvent, whatever happens to it. Every path out of a request goes
-through `_finish`, which is where that is held.
+through `_finish`, which is where that is held; the event of one that ended well, with the records of its answers, is
+made when events are taken.
 """
 
 from __future__ import annotations
@@ -283,7 +284,7 @@ class EngineCore(StateOperations):
 
     @property
     def progressed(self) -> bool:
-        """Whether the last step launched or collected something."""
+        """Whether the last step launched, collected or ended something."""
         return self._progressed
 
     @property
@@ -331,8 +332,11 @@ class EngineCore(StateOperations):
 
     def take_events(self) -> list[Event]:
         """What happened outside of a step, such as a cancellation."""
-        events, self._events = self._events, []
-        return [self._ended_well(event) if isinstance(event, RunningRequest) else event for event in events]
+        taken: list[Event] = []
+        while self._events:
+            events, self._events = self._events, []
+            taken += [self._ended_well(one) if isinstance(one, RunningRequest) else one for one in events]
+        return taken
 
     def abort_all(self, error: DagError) -> None:
         """End every request, and wait for the steps in flight."""
@@ -367,6 +371,7 @@ class EngineCore(StateOperations):
             if chunks:
                 self._launch(chunks)
                 self.on_launch()
+        self._progressed = self._progressed or bool(self._events)
         if len(self.preparer.graph) > 2 * len(self._requests) + 1024 and self._stats.steps % 256 == 0:
             self.preparer.forget_dropped()
         return self.take_events()
@@ -486,33 +491,30 @@ class EngineCore(StateOperations):
         if event is not None:
             self._events.append(event)
         if sequence.finish_reason is not None and not sequence.keep:
-            self._close(sequence, None)
+            self._close(sequence)
 
     def _seal(self, sequence: Sequence) -> None:
         """Everything is computed and nothing more is sampled: the node becomes a state, or ends."""
         if sequence.finish_reason is None:
             sequence.finish_reason = "prefill"
             sequence.first_token = time.perf_counter()
-        if not sequence.keep:
-            self._close(sequence, None)
-            return
-        node = self.preparer.seal(
-            sequence.writer,  # type: ignore[arg-type]
-            len(sequence.tokens),
-            sequence.spans(),
-            sequence.sampling is not None,
-        )
-        self._close(sequence, node)
+        self._close(sequence)
 
-    def _close(self, sequence: Sequence, node: NodeRecord | None) -> None:
-        """One answer is complete: record it, and finish the request when it was the last."""
+    def _close(self, sequence: Sequence) -> None:
+        """One answer is complete: keep its node if that is wanted, and finish the request when it was the last."""
         running = self._requests[sequence.request.id]
-        self._scheduler.remove(sequence)
+        self._scheduler.remove(sequence)  # its lease ends before the seal lets go of what it digested
         state: str | None = None
         refusal: DagError | None = None
-        if node is None:
+        if not sequence.keep:
             self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
         else:
+            node = self.preparer.seal(
+                sequence.writer,  # type: ignore[arg-type]
+                len(sequence.tokens),
+                sequence.spans(),
+                sequence.sampling is not None,
+            )
             handed = False
             try:
                 state = self._keep(running.request, node)
@@ -583,6 +585,10 @@ class EngineCore(StateOperations):
             self._free(running, failed=True)
             error = _without_frames(as_dag_error(caught))
             self._stats.finish(error, ())
+            for child_id in running.children:
+                child = self._requests.get(child_id)
+                if child is not None:
+                    self._finish(child, _parent_failed(request_id, error))
             return FinishedEvent(request_id, (), error)
         self._stats.finish(None, choices)
         return FinishedEvent(request_id, choices)

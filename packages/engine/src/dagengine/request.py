@@ -247,7 +247,7 @@ def _check_types(request: Request) -> None:
 
 
 def _is_plain(ref: ContextRef) -> bool:
-    """Whether this is nothing but a state and a mode, as nearly all are, and nothing is wrong with that."""
+    """Whether `_check_reference` has nothing to say, since this names a state and a mode alone, as nearly all do."""
     return (
         type(ref) is ContextRef
         and type(ref.state) is str

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 
 from .async_engine import EngineThread, MakeRequests, release_all
 from .core import EngineCore
+from .errors import DagError
 from .request import Event, FinishedEvent, Request
 
 
@@ -45,6 +46,8 @@ class Submitted:
 
         try:
             engine.ask_made(made, self._collect)
+        except DagError:  # refused: requests of these ids, if there are any, are others'
+            raise
         except BaseException:
             self.cancel()
             raise

@@ -135,7 +135,7 @@ class SegmentTable:
         self._check_static()
 
     def check_unplanned(self) -> None:
-        """Of `validate` what does not bear on what is seen: for a planner that checks the rest. Raises so."""
+        """Of `validate` what does not bear on what is seen: for a planner that checks the rest. Raises as it."""
         try:
             self._check_page_size()
             self._check_arrays()

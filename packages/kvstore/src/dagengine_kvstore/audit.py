@@ -91,8 +91,9 @@ def _nodes(books: Books) -> list[str]:
     used = list(books.by_use())
     if used != sorted(used, key=lambda node: (node.last_used, -node.uid)):
         found.append("nodes are not in the order of their use")
+    placed = set(used)
     for node in books.nodes():
-        if node.sealed and node not in used and any(page is not None for page in node.pages):
+        if node.sealed and node not in placed and any(page is not None for page in node.pages):
             found.append(f"{node} has pages and no place in the order of use")
         if node.leases != leases[node]:
             found.append(f"{node} counts {node.leases} leases, there are {leases[node]}")

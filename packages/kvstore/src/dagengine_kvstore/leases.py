@@ -56,6 +56,7 @@ class Lease:
         self._on_release = on_release
         self._born = pool.handed_out
         self._own: dict[tuple[int, int], int] = {}  # (read, offset of the page in it) -> page
+        self._reads_of: dict[NodeRecord, list[int]] = {}  # made when it is first asked for
         self._released = False
 
     def __enter__(self) -> Lease:
@@ -96,10 +97,14 @@ class Lease:
 
     def keep(self, node: NodeRecord, index: int, page: int) -> int:
         """A leased node lets go of a page. Returns how many references this lease takes on it, to be counted now."""
+        if not self._reads_of:
+            for number, read in enumerate(self.reads):
+                self._reads_of.setdefault(read.node, []).append(number)
         taken = 0
-        for number, (read, run) in enumerate(zip(self.reads, self.pages, strict=True)):
-            offset = index - read.start // self.page_size
-            if read.node is node and 0 <= offset < len(run) and (number, offset) not in self._own:
+        for number in self._reads_of.get(node, ()):
+            run = self.pages[number]
+            offset = index - self.reads[number].start // self.page_size
+            if 0 <= offset < len(run) and (number, offset) not in self._own:
                 assert run[offset] == page
                 self._own[number, offset] = page
                 taken += 1

@@ -237,7 +237,7 @@ class PagePool:
         return self._content[page] is not None
 
     def is_shareable(self, page: int, generation: int) -> bool:
-        """Whether what the page held as its `generation`-th owner's can still be referred to."""
+        """Whether what the page held while it was of this generation can still be referred to."""
         return self.generation[page] == generation and (
             self.refs[page] > 0 or self._content[page] is not None
         )

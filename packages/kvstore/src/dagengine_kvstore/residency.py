@@ -29,7 +29,7 @@ class PageCopy:
     """The KV of one page in both tiers; `tier` changes only along TRANSITIONS.
 
     Attributes:
-        device, generation: the device page with the same bytes, as its owner of that generation; may be gone.
+        device, generation: the device page with the same bytes, as of that generation; may be gone.
         base: stored position of row 0.
         content: what the device page was registered under, or None.
         ticket: the one that the copy is under.

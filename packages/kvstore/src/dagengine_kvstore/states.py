@@ -7,6 +7,7 @@ pinned) its id becomes a tombstone, so that for a while the answer is "released"
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class HandleTable:
         self._pinned: dict[str, Handle] = {}
         self._tombstones: dict[str, str] = {}  # id -> salt
         self._ended: deque[tuple[float, str]] = deque()  # (end of the tombstone, id), ascending
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines: list[tuple[float, str]] = []  # a heap of when to look at which handle
+        self._looks: dict[str, float] = {}  # the first of these times by handle
 
     def __iter__(self) -> Iterator[Handle]:
         return iter(tuple(self._handles.values()))
@@ -83,8 +85,7 @@ class HandleTable:
         if ttl_s is not None and not ttl_s > 0:
             raise KVStoreError("invalid_ttl", f"ttl_s must be positive, not {ttl_s}", field="ttl_s")
         handle.deadline = None if ttl_s is None else self._clock() + ttl_s
-        if handle.deadline is not None:
-            heapq.heappush(self._deadlines, (handle.deadline, handle.id))
+        self._look_in_time(handle)
 
     def set_pinned(self, handle: Handle, pinned: bool) -> None:
         handle.pinned = pinned
@@ -92,8 +93,7 @@ class HandleTable:
             self._pinned[handle.id] = handle
         else:
             self._pinned.pop(handle.id, None)
-        if handle.deadline is not None:
-            heapq.heappush(self._deadlines, (handle.deadline, handle.id))
+        self._look_in_time(handle)
 
     def remove(self, handle: Handle) -> None:
         del self._handles[handle.id]
@@ -109,11 +109,25 @@ class HandleTable:
         self._forget_tombstones(now)
         due: dict[str, Handle] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, handle_id = heapq.heappop(self._deadlines)
+            time, handle_id = heapq.heappop(self._deadlines)
+            if self._looks.get(handle_id) != time:
+                continue
+            del self._looks[handle_id]
             handle = self._handles.get(handle_id)
-            if handle is not None and handle.deadline == deadline and not handle.pinned:
+            if handle is None or handle.deadline is None or handle.pinned:
+                continue
+            if handle.deadline <= now:
                 due[handle_id] = handle
+            else:
+                self._look_in_time(handle)
         return list(due.values())
+
+    def _look_in_time(self, handle: Handle) -> None:
+        """See to it that a handle is looked at by its deadline: once, however often that is moved on."""
+        deadline = handle.deadline
+        if deadline is not None and deadline < self._looks.get(handle.id, math.inf):
+            self._looks[handle.id] = deadline
+            heapq.heappush(self._deadlines, (deadline, handle.id))
 
     def _forget_tombstones(self, now: float) -> None:
         while self._ended and self._ended[0][0] <= now:

@@ -71,16 +71,15 @@ class Submission:
         self._together = self._starting = True
 
         def made(core: EngineCore) -> Sequence[Request]:
-            if self._ending is not None:
-                raise self._ending
+            """Whoever cancels says so before it looks for requests: it finds these, or is seen here."""
             requests = make(core)
             self._add(requests)
+            if self._ending is not None:
+                raise self._ending
             return requests
 
         await self._accepted([self._engine.submit_made(made, self._forward)])
         self._starting = False
-        if self._ending is not None:  # it came while they were made
-            self.cancel(self._ending)
 
     def _add(self, requests: Sequence[Request]) -> None:
         self.requests = tuple(requests)

@@ -185,6 +185,8 @@ async def _start(service: Service, job: Job, submission: Submission) -> None:
     try:
         await submission.start_made(job.asked)
     except DagError as error:
+        if error.code in ("timeout", "cancelled", "draining"):  # the engine may not answer at all
+            raise
         raise await service.call(partial(job.asked.locate, error=error)) from None
 
 

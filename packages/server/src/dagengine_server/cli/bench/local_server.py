@@ -66,9 +66,8 @@ def local_server(folder: str, options: Mapping[str, Any]) -> Iterator[tuple[str,
 
 def _serve(folder: str, options: Mapping[str, Any], pipe: Connection) -> None:
     """Until the other end of the pipe is closed. Sends (address, device), or the fields of a DagError."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # of a terminal, to all of its processes: the client ends this one
+    # A terminal's interrupt goes to all of its processes; the client ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         core = build_core(folder, EngineConfig(**options))
     except DagError as error:

@@ -37,7 +37,7 @@ Answer = Annotated[
 
 @dataclass(frozen=True)
 class Target:
-    """The server. `label` is its model for people; `device` in words, with versions, where it is in this process."""
+    """The server. `label` is its model for people; `device` in words, with versions, where it was started here."""
 
     endpoint: Endpoint
     label: str
