@@ -10,7 +10,8 @@ import pytest
 from scripted_model import scripted_core
 
 from dagengine import LLM, AsyncLLM, DagError, Keep, Result, SamplingParams, State
-from dagengine.request import TokenEvent
+from dagengine.request import Request, TokenEvent
+from dagengine.submitted import Submitted
 
 GREEDY = {"max_tokens": 4, "temperature": 0.0}
 DOCUMENTS = [[1, 2, 3, 4, 5], [6, 7, 8]]
@@ -106,6 +107,16 @@ def test_no_option_is_taken_and_ignored() -> None:
                 [event async for event in llm.stream([1], params, **options)]
 
     asynchronous(work)
+
+
+def test_a_refused_submission_ends_nobody_elses_request_of_that_id() -> None:
+    with LLM(core=scripted_core()) as llm:
+        long = Request("same", (1, 2, 3), SamplingParams(max_tokens=100, temperature=0.0))
+        first = Submitted(llm.engine, lambda core: [long])
+        with pytest.raises(DagError) as error:
+            llm.run([long])
+        assert (error.value.code, error.value.field) == ("invalid_request", "id")
+        assert [event.error for event in first.wait()] == [None]
 
 
 def test_one_refusal_releases_what_the_others_of_the_call_kept() -> None:

@@ -137,11 +137,15 @@ class EngineThread:
 
     def _accepting(self, make: MakeRequests, on_event: OnEvent) -> Callable[[EngineCore], Sequence[Request]]:
         def accept(core: EngineCore) -> Sequence[Request]:
+            if self._dead is not None:  # it came before the end, and is looked at after it
+                raise self._dead
             if self._stopping:
                 raise DagError("draining", "the engine is shutting down and takes nothing new")
             requests = make(core)
             if not requests:
                 return requests
+            if any(r.id in self._listeners for r in requests):  # its end may be at hand, and then the id is free
+                self._dispatch(core.take_events())
             fresh = [r.id for r in requests if r.id not in self._listeners]
             self._listeners.update(dict.fromkeys(fresh, on_event))
             try:

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 
 from .async_engine import EngineThread, MakeRequests, release_all
 from .core import EngineCore
+from .errors import DagError
 from .request import Event, FinishedEvent, Request
 
 
@@ -45,6 +46,8 @@ class Submitted:
 
         try:
             engine.ask_made(made, self._collect)
+        except DagError:  # nothing of it runs, and an id of it may be somebody else's
+            raise
         except BaseException:
             self.cancel()
             raise
