@@ -144,7 +144,9 @@ class EngineThread:
             requests = make(core)
             if not requests:
                 return requests
-            if any(r.id in self._listeners for r in requests):  # its end may be at hand, and then the id is free
+            if any(
+                r.id in self._listeners for r in requests
+            ):  # its end may be at hand, and then the id is free
                 self._dispatch(core.take_events())
             fresh = [r.id for r in requests if r.id not in self._listeners]
             self._listeners.update(dict.fromkeys(fresh, on_event))
