@@ -850,6 +850,41 @@ def test_acceptance_is_told_by_an_engine_that_closes_or_dies(monkeypatch: pytest
         engine.close()
 
 
+def test_what_was_submitted_before_the_engine_died_and_is_looked_at_after_it_is_refused() -> None:
+    engine = EngineThread(scripted_core())
+    queued = threading.Event()
+
+    def die(core: EngineCore) -> None:
+        assert queued.wait(20)
+        raise SystemExit("planted")
+
+    engine.post(die)
+    accepted = engine.submit([question("q")], lambda event: None)
+    queued.set()
+    with pytest.raises(EngineDead):
+        accepted.result(20)
+    assert not engine._listeners
+    engine.close()
+
+
+def test_an_id_that_a_cancelled_request_had_is_free_at_once_and_each_is_told_of_its_own_end() -> None:
+    listener, again, engine = Listener(), Listener(), EngineThread(scripted_core())
+    long = SamplingParams(max_tokens=200, temperature=0.0)
+
+    def both(core: EngineCore) -> Future[Any]:
+        core.abort("q")
+        return engine.submit([question("q")], again)
+
+    try:
+        engine.submit([question("q", sampling=long)], listener).result(20)
+        engine.call(both).result(20).result(20)
+        listener.wait(1)
+        again.wait(1)
+        assert listener.ends["q"].error is not None and again.ends["q"].error is None
+    finally:
+        engine.close()
+
+
 def test_requests_are_made_between_steps_and_what_raises_there_refuses_them() -> None:
     core = scripted_core()
     listener, engine = Listener(), EngineThread(core)

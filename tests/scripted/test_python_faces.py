@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 from scripted_model import scripted_core
 
 from dagengine import LLM, AsyncLLM, DagError, Keep, Result, SamplingParams, State
-from dagengine.request import TokenEvent
+from dagengine.request import Event, Request, TokenEvent
+from dagengine.submitted import Submitted
 
 GREEDY = {"max_tokens": 4, "temperature": 0.0}
 DOCUMENTS = [[1, 2, 3, 4, 5], [6, 7, 8]]
@@ -106,6 +109,46 @@ def test_no_option_is_taken_and_ignored() -> None:
                 [event async for event in llm.stream([1], params, **options)]
 
     asynchronous(work)
+
+
+def test_a_refused_submission_ends_nobody_elses_request_of_that_id() -> None:
+    with LLM(core=scripted_core()) as llm:
+        long = Request("same", (1, 2, 3), SamplingParams(max_tokens=100, temperature=0.0))
+        first = Submitted(llm.engine, lambda core: [long])
+        with pytest.raises(DagError) as error:
+            llm.run([long])
+        assert (error.value.code, error.value.field) == ("invalid_request", "id")
+        assert [event.error for event in first.wait()] == [None]
+
+
+def test_a_listener_that_raises_keeps_nobody_waiting() -> None:
+    def refuse(event: Event) -> None:
+        raise RuntimeError("planted")
+
+    with LLM(core=scripted_core()) as llm:
+        found = llm.run([Request("q", (1, 2, 3), SamplingParams(**GREEDY))], refuse)
+        assert [(event.error, len(event.choices[0].token_ids)) for event in found] == [(None, 4)]
+
+
+def test_a_refusal_of_a_call_that_was_cancelled_is_no_unhandled_error() -> None:
+    unhandled: list[dict[str, Any]] = []
+
+    async def work(llm: AsyncLLM) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
+        go_on = threading.Event()
+        llm.engine.post(lambda core: go_on.wait(20))
+        call = asyncio.ensure_future(llm.run([Request("q", (1,), None, position="sideways")]))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        go_on.set()
+        await settled(llm)
+        del call
+        gc.collect()
+
+    asynchronous(work)
+    assert not unhandled
 
 
 def test_one_refusal_releases_what_the_others_of_the_call_kept() -> None:

@@ -226,6 +226,21 @@ def test_chats_that_are_encoded_together_are_what_each_is_alone(tmp_path: Path, 
     assert tokenizer.chats([]) == []
 
 
+@pytest.mark.parametrize("generate", [False, True])
+def test_what_the_file_says_of_padding_and_truncation_changes_no_prompt(
+    tmp_path: Path, generate: bool
+) -> None:
+    plain, padded = byte_level(False), byte_level(False)
+    padded.enable_padding(pad_id=0, pad_token="<bos>")
+    padded.enable_truncation(8)
+    chats = [Chat(messages, generate, False) for messages in (USER, TALK, SYSTEM)]
+    expected, found = (
+        Tokenizer(save(tmp_path / name, tokenizer, CHATML)).chats(chats)
+        for name, tokenizer in (("plain", plain), ("padded", padded))
+    )
+    assert found == expected and len({len(prompt.input_ids) for prompt in found}) == 3  # type: ignore[union-attr]
+
+
 def test_templates_are_found_in_their_own_file_then_in_the_configuration(tmp_path: Path) -> None:
     config = {"chat_template": [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]}
     folder = save(tmp_path, byte_level(), None, **config)

@@ -139,13 +139,15 @@ class EngineThread:
 
     def _accepting(self, make: MakeRequests, on_event: OnEvent) -> Callable[[EngineCore], Sequence[Request]]:
         def accept(core: EngineCore) -> Sequence[Request]:
+            if self._dead is not None:  # it came before the end, and is looked at after it
+                raise self._dead
             if self._stopping:
                 raise DagError("draining", "the engine is shutting down and takes nothing new")
-            if self._dead is not None:
-                raise self._dead
             requests = make(core)
             if not requests:
                 return requests
+            if any(r.id in self._listeners for r in requests):
+                self._dispatch(core.take_events())  # of requests that have ended, whose ids are free then
             fresh = [r.id for r in requests if r.id not in self._listeners]
             self._listeners.update(dict.fromkeys(fresh, on_event))
             try:

@@ -57,8 +57,12 @@ async def stream_events(engine: EngineThread, make: MakeRequests) -> AsyncGenera
                     engine.post(lambda core, r=request.id: core.abort(r))  # type: ignore[misc]
 
     accepted = engine.submit_made(make, forward)
+    told = asyncio.wrap_future(accepted)
+    told.add_done_callback(
+        lambda future: future.cancelled() or future.exception()
+    )  # nobody may be left to hear it
     try:
-        requests = await asyncio.shield(asyncio.wrap_future(accepted))
+        requests = await asyncio.shield(told)
         while len(ended) < len(requests):
             event = await queue.get()
             if isinstance(event, FinishedEvent):

@@ -19,7 +19,7 @@ class Submitted:
 
     Args:
         make: gives the group when it is submitted.
-        on_event: called with every event, on the engine's thread.
+        on_event: called with every event, on the engine's thread; what it raises is logged.
 
     Raises:
         DagError: the group was refused.
@@ -46,7 +46,7 @@ class Submitted:
 
         try:
             engine.ask_made(made, self._collect)
-        except DagError:  # refused: requests of these ids, if there are any, are others'
+        except DagError:  # nothing of it runs, and an id of it may be somebody else's
             raise
         except BaseException:
             self.cancel()
@@ -84,12 +84,17 @@ class Submitted:
         self._engine.post(give_up)
 
     def _collect(self, event: Event) -> None:
-        if self._on_event is not None:
-            self._on_event(event)
-        if isinstance(event, FinishedEvent):
-            with self._lock:
-                self._finished[event.request_id] = event
-                if event.request_id in self._awaited:
-                    self._awaited.remove(event.request_id)
-                    if not self._awaited:
-                        self._come.put(None)
+        try:
+            if self._on_event is not None:
+                self._on_event(event)
+        finally:  # what raises there is logged, and who waits goes on
+            if isinstance(event, FinishedEvent):
+                self._end(event)
+
+    def _end(self, event: FinishedEvent) -> None:
+        with self._lock:
+            self._finished[event.request_id] = event
+            if event.request_id in self._awaited:
+                self._awaited.remove(event.request_id)
+                if not self._awaited:
+                    self._come.put(None)

@@ -60,6 +60,8 @@ class Tokenizer:
         if not path.exists():
             raise DagError("unsupported", f"{folder} has no tokenizer.json", "model")
         self._tokenizer = HFTokenizer.from_file(str(path))
+        self._tokenizer.no_padding()  # what the file says of it is for training, and batches would be padded
+        self._tokenizer.no_truncation()
         config_path = folder / "tokenizer_config.json"
         config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.exists() else {}
         self._specials = {
