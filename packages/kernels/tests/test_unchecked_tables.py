@@ -100,6 +100,10 @@ def test_a_bad_one_is_refused_before_anything_is_loaded() -> None:
         INVALID_TABLE,
         "sequence_ids",
     )
+    for name in ("q_indptr", "extent_indptr"):
+        given = table()
+        getattr(given, name)[0] = 1
+        assert refusal(backend(executor), given) == (INVALID_TABLE, f"{name}[0]")
     far = refusal(backend(executor), table(), length=6)
     assert far == (POSITION_OVERFLOW, "extents[0]")
     assert refusal(backend(executor), table(), settled=True) == (INVALID_ARGUMENT, "settled")

@@ -118,9 +118,8 @@ class SegmentTable:
         self._check_page_size()
         self._check_arrays()
         for name in ("q_indptr", "extent_indptr"):
+            self._check_start(name)
             indptr = getattr(self, name)
-            if indptr[0] != 0:
-                raise KernelError(INVALID_TABLE, f"must start with 0, not {indptr[0]}", f"{name}[0]")
             _refuse(indptr[1:] < indptr[:-1], lambda i, n=name: (f"{n}[{i + 1}]", "must not decrease"))
         for name, end, have in (
             ("q_positions", self.q_indptr[-1], len(self.q_positions)),
@@ -139,6 +138,7 @@ class SegmentTable:
         try:
             self._check_page_size()
             self._check_arrays()
+            self._check_start("extent_indptr")  # a planner looks at what lies between its entries
             self._check_ids()
             self._check_static()
         except KernelError:
@@ -148,6 +148,11 @@ class SegmentTable:
     def _check_page_size(self) -> None:
         if self.page_size < 1:
             raise KernelError(INVALID_TABLE, f"must be at least 1, not {self.page_size}", "page_size")
+
+    def _check_start(self, name: str) -> None:
+        first = getattr(self, name)[0]
+        if first != 0:
+            raise KernelError(INVALID_TABLE, f"must start with 0, not {first}", f"{name}[0]")
 
     def _check_ids(self) -> None:
         sequences = len(self.q_indptr) - 1
