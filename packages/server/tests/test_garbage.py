@@ -24,6 +24,17 @@ def test_what_was_there_is_not_walked_until_the_block_ends(fails: bool) -> None:
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
 
 
+def test_what_a_process_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with seldom_collected():
+            pass
+        assert gc.get_freeze_count() >= frozen > 0
+    finally:
+        gc.unfreeze()
+
+
 def test_cycles_are_still_found() -> None:
     class Cycle:
         def __init__(self) -> None:

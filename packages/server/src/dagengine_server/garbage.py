@@ -14,9 +14,10 @@ def seldom_collected() -> Iterator[None]:
     """Collect seldom until the block ends.
 
     What lives now, the model and all libraries, lives as long: full collections would walk it, for 100 ms each. A step
-    makes thousands of objects that are gone by its end, without cycles, which is no reason to look for any.
+    makes thousands of objects that are gone by its end, without cycles, which is no reason to look for any. What a
+    process has frozen itself stays so.
     """
-    before = gc.get_threshold()
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
@@ -24,4 +25,5 @@ def seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
