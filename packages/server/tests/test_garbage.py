@@ -9,6 +9,11 @@ import pytest
 from dagengine_server.garbage import THRESHOLDS, seldom_collected
 
 
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> None:
+    gc.unfreeze()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_was_there_is_not_walked_until_the_block_ends(fails: bool) -> None:
     before, frozen, was_there = gc.get_threshold(), gc.get_freeze_count(), [[]]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...garbage import seldom_collected
 from ..console import CommandError, say
 from . import arguments
 from .arguments import Common
@@ -99,12 +99,10 @@ class _Run:
             "planning": lambda: planned.measure_planning(model, max(20, settings.repeats)),
             "chain": lambda: planned.measure_chain(max(5, settings.repeats)),
         }
-        # As `dagengine serve` does it.
-        gc.collect()
-        gc.freeze()
-        for part in [part for part in self._parts if part in without_model]:
-            say(f"measuring {part}")
-            figures += _apart(without_model[part])
+        with seldom_collected():  # as `dagengine serve` does it
+            for part in [part for part in self._parts if part in without_model]:
+                say(f"measuring {part}")
+                figures += _apart(without_model[part])
         if all(part in without_model for part in self._parts):
             return figures
         say(f"loading {self._common.label}")
