@@ -58,9 +58,8 @@ async def stream_events(engine: EngineThread, make: MakeRequests) -> AsyncGenera
 
     accepted = engine.submit_made(make, forward)
     told = asyncio.wrap_future(accepted)
-    told.add_done_callback(
-        lambda future: future.cancelled() or future.exception()
-    )  # nobody may be left to hear it
+    # Nobody may be left to hear a refusal: it is looked at here.
+    told.add_done_callback(lambda future: future.cancelled() or future.exception())
     try:
         requests = await asyncio.shield(told)
         while len(ended) < len(requests):
