@@ -36,7 +36,6 @@ SOURCES = (
     "skinny",
     "tiled",
     "streamed",
-    "gated",
     "norm",
     "gate",
 )

@@ -77,7 +77,6 @@ def random_parameters(rng: random.Random) -> PlanParameters:
         work_cost=rng.choice((0, 1, 3)),
         run_cost=rng.choice((0, 0, 1, 2)),
         wide_cost=rng.choice((0.5, 1.15, 2.0)),
-        light_rows=rng.choice((0, 0, lowest)),
         invariant_chunk=rng.choice((None, None, 1, 3)),
     )
 

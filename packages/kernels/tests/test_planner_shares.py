@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagengine_kernels.fused import planner_twin, shares_twin
+from dagengine_kernels.fused import shares_twin
 from dagengine_kernels.fused.planner import balance, plan_spans
 from dagengine_kernels.fused.spans import SequenceSpans, SpanTable
 from dagengine_kernels.graph_cases import GRAPH_CASES, graph_case
 
-from .planner_batches import H200, assert_equal, batch, pages
+from .planner_batches import H200, batch, pages
 
 
 @pytest.mark.parametrize("run_cost", [0, 2])
@@ -54,14 +54,9 @@ def test_shares_are_even_where_nothing_is_shared(lengths, workers, boxes):
     st.integers(1, 40),
     st.integers(1, 6),
     st.integers(0, 5),
-    st.randoms(use_true_random=False),
 )
-def test_shares_cover_every_item_and_respect_the_smallest_piece(
-    lengths, workers, min_chunk, work_cost, drawn
-):
-    light = [drawn.random() < 0.3 for _ in lengths]
-    costs = shares_twin.Costs(lengths, [[0] * n for n in lengths], light, 1 + any(light), work_cost)
-    works, firsts = shares_twin.cut(costs, workers, min_chunk)
+def test_shares_cover_every_item_and_respect_the_smallest_piece(lengths, workers, min_chunk, work_cost):
+    works, firsts = shares_twin.cut(lengths, workers, min_chunk, work_cost)
     at = [0] * len(lengths)
     for item, begin, end in works:
         assert begin == at[item] and end - begin >= min(min_chunk, lengths[item])
@@ -102,56 +97,3 @@ def test_few_query_tiles_of_a_long_walk_read_the_same_pages_at_the_same_time():
     shares = [one.works[a:b, 1:4] for a, b in pairwise(one.work_indptr)]
     for first, second in zip(shares[::2], shares[1::2], strict=True):
         assert np.abs(first - second).max() <= 1  # one tile's last KV tile may be beyond the other's end
-
-
-def test_a_light_tile_of_a_long_walk_keeps_step_with_two_teams():
-    parameters = replace(
-        H200, rows_per_tile=(128,), workers=(132,), boxes=2, work_cost=1, min_chunk=2, light_rows=64
-    )
-    arrays = plan_spans(long_sequences(91424, rows=66), parameters)
-    (one,) = arrays.classes
-    by_worker = [one.works[a:b, :4] for a, b in pairwise(one.work_indptr)]
-    for team in range(26):
-        a0, a1, b0, b1, light = by_worker[5 * team : 5 * team + 5]
-        assert set(light[:, 0].tolist()) == {2}
-        for first, second in ((a0, a1), (b0, b1)):
-            assert {*first[:, 0].tolist(), *second[:, 0].tolist()} == {0, 1}
-            assert np.abs(first[:, 1:] - second[:, 1:]).max() <= 1
-        walked = {(head, tile) for _, head, begin, end in (*a0, *b0) for tile in range(begin, end)}
-        seen = [(head, tile) for _, head, begin, end in light for tile in range(begin, end)]
-        assert len(seen) == len(set(seen)) and len(set(seen) ^ walked) <= 2
-        sides = [
-            any(head == h and begin < e and b < end for _, h, b, e in a0) for _, head, begin, end in light
-        ]
-        assert sides[:8] == [True, False] * 4
-        assert (light[:, 3] - light[:, 2]).max() < 32
-    assert all(len(works) == 0 for works in by_worker[130:])
-
-
-def test_light_tiles_cost_half_where_tiles_are_dealt_whole():
-    parameters = replace(H200, rows_per_tile=(128,), workers=(12,), boxes=2, work_cost=1, light_rows=64)
-    table = long_sequences(*[3072] * 40, rows=80)
-    for makespan, mean in balance(plan_spans(table, parameters), parameters):
-        assert makespan <= 1.05 * mean
-    unaware = plan_spans(table, replace(parameters, light_rows=0))
-    for makespan, mean in balance(unaware, parameters):
-        assert makespan > 1.05 * mean
-
-
-@pytest.mark.parametrize("workers", [2, 3, 5, 7, 16, 33])
-@pytest.mark.parametrize(
-    "sequences",
-    [[(5000, 66)], [(5000, 66), (4000, 70)], [(6000, 66), (6000, 64)], [(5000, 130)], [(900, 66)]],
-    ids=["one", "two", "one without a light tile", "four tiles and a light one", "a short one"],
-)
-@pytest.mark.parametrize("window", [None, 700])
-def test_long_walks_with_light_tiles_are_shared_as_the_twin_shares_them(workers, sequences, window):
-    parameters = replace(
-        H200, rows_per_tile=(128,), workers=(workers,), boxes=2, window=window, light_rows=64, run_cost=1
-    )
-    one = [
-        SequenceSpans(n - rows, rows, [(pages(5000 * i, n), 0, n, 0, 0)])
-        for i, (n, rows) in enumerate(sequences)
-    ]
-    table = SpanTable.from_sequences(one, page_size=64)
-    assert_equal(plan_spans(table, parameters), planner_twin.plan_spans(table, parameters))

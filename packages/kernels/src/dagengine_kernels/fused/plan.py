@@ -56,12 +56,10 @@ class PlanParameters:
         work_cost: what starting a work costs, in KV tiles.
         run_cost: what going on to another run within a work costs (q turns), in KV tiles.
         wide_cost: the cost of a KV tile at the largest height relative to one at the smallest.
-        light_rows: query heads times rows up to which a KV tile costs half at the largest height, where consumers
-            without rows sit out; 0 for none.
         invariant_chunk: for a batch-invariant plan the KV tiles of a part, else None. Every sequence then walks by
             itself, all that it lists in its order, and is cut at every so many KV tiles from the walk's begin: what a
             row's parts are made of, and their order, depends on what its sequence lists up to it and on nothing else
-            (alone_twin.py draws it). Reads are not shared, and min_chunk, wide_cost and light_rows have no meaning.
+            (alone_twin.py draws it). Reads are not shared, and min_chunk and wide_cost have no meaning.
     """
 
     group: int
@@ -74,7 +72,6 @@ class PlanParameters:
     work_cost: int = 3
     run_cost: int = 0
     wide_cost: float = 1.15
-    light_rows: int = 0
     invariant_chunk: int | None = None
 
 

@@ -21,7 +21,6 @@ from dagengine_kernels.fused.plan import (
     ENTRY_RUN,
     WORK_BEGIN,
     WORK_END,
-    WORK_TILE,
     PlanArrays,
     PlanClass,
     PlanParameters,
@@ -124,7 +123,6 @@ def _call(
         parameters.work_cost,
         parameters.run_cost,
         parameters.wide_cost,
-        parameters.light_rows,
         parameters.invariant_chunk,
     )
     pages = None
@@ -159,28 +157,15 @@ def _call(
 
 
 def balance(arrays: PlanArrays, parameters: PlanParameters) -> list[tuple[int, float]]:
-    """Per class of the plan the cost of its largest share, in KV tiles, and that of the mean share.
-
-    Where `light_rows` makes some of them cheaper the unit is half a KV tile.
-    """
+    """Per class of the plan the cost of its largest share, in KV tiles, and that of the mean share."""
     found = []
     changes = np.cumsum(np.diff(arrays.entries[:: arrays.boxes, ENTRY_RUN], prepend=-1) != 0)
     for one in arrays.classes:
         begin, end = one.works[:, WORK_BEGIN], one.works[:, WORK_END]
-        light = _light(one, parameters)[one.works[:, WORK_TILE]]
-        unit = 1 + light.any()
-        turns = parameters.run_cost * (changes[end - 1] - changes[begin])
-        cost = (end - begin) * np.where(light, 1, unit) + unit * (parameters.work_cost + turns)
+        cost = end - begin + parameters.work_cost + parameters.run_cost * (changes[end - 1] - changes[begin])
         ends = np.append(0, np.cumsum(cost))[one.work_indptr]
         found.append((int(np.diff(ends).max()), float(ends[-1]) / (len(one.work_indptr) - 1)))
     return found
-
-
-def _light(one: PlanClass, parameters: PlanParameters) -> NDArray[np.bool_]:
-    """Which query tiles of a class have so few rows that their KV tiles cost half."""
-    if parameters.invariant_chunk or one.rows_per_tile != parameters.rows_per_tile[-1]:
-        return np.zeros(len(one.tile_rows), np.bool_)
-    return (one.tile_rows >= 0).sum(axis=1) * parameters.group <= parameters.light_rows
 
 
 def check_parameters(parameters: PlanParameters) -> None:
@@ -192,7 +177,6 @@ def check_parameters(parameters: PlanParameters) -> None:
         ("min_chunk", 1),
         ("work_cost", 0),
         ("run_cost", 0),
-        ("light_rows", 0),
     ):
         if getattr(parameters, name) < least:
             message = f"must be at least {least}, not {getattr(parameters, name)}"

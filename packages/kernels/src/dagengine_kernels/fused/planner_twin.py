@@ -33,7 +33,7 @@ from dagengine_kernels.fused.plan import (
     PlanClass,
     PlanParameters,
 )
-from dagengine_kernels.fused.shares_twin import MANY, PAIR, Costs, Works, alternate, cut, deal, makespan
+from dagengine_kernels.fused.shares_twin import MANY, Works, cut, deal, makespan
 from dagengine_kernels.fused.spans import SpanTable, indptr
 
 MIN_GAIN = 64
@@ -429,14 +429,7 @@ class _Planner:
             groups = [
                 list(group) for _, group in groupby(range(len(tiles)), key=lambda i: tiles[i].walk_begin)
             ]
-            last = height == len(parameters.rows_per_tile) - 1
-            light = [
-                last and len(tile.rows) * parameters.group <= parameters.light_rows
-                for tile in tiles
-                for _ in range(heads)
-            ]
-            costs = Costs(lengths, turns, light, 1 + any(light), parameters.work_cost)
-            pieces, work_indptr = self._share(tiles, groups, costs, parameters.workers[height])
+            pieces, work_indptr = self._share(tiles, groups, lengths, turns, parameters.workers[height])
             works = []
             for item, begin, end in pieces:
                 tile, head = tiles[item // heads], item % heads
@@ -484,7 +477,8 @@ class _Planner:
         self,
         tiles: Sequence[_Tile],
         groups: Sequence[Sequence[int]],
-        costs: Costs,
+        lengths: Sequence[int],
+        turns: Sequence[Sequence[int]],
         workers: int,
     ) -> Works:
         """Items (tile * heads + head) among the workers; `groups`: the tiles of each walk.
@@ -494,12 +488,16 @@ class _Planner:
         once: where there are enough of them they are dealt whole (the longest first; one head after another where
         each worker gets many); else all tiles of a walk are cut alike. Neither where that would be much less even.
         """
-        heads, lengths = self.parameters.num_kv_heads, costs.lengths
-        streamed = cut(costs, workers, self.parameters.min_chunk)
+        heads, chunk, cost = (
+            self.parameters.num_kv_heads,
+            self.parameters.min_chunk,
+            self.parameters.work_cost,
+        )
+        streamed = cut(lengths, workers, chunk, cost, turns)
         if len(groups) == len(tiles):
             return streamed
-        wholes = costs.of_all()
-        by_head = MANY * max(wholes) * workers <= sum(wholes)
+        costs = [length + cost + turns[item][-1] for item, length in enumerate(lengths)]
+        by_head = MANY * max(costs) * workers <= sum(costs)
         walk = [tile.walk_begin for tile in tiles for _ in range(heads)]
         order = sorted(
             range(len(lengths)),
@@ -507,78 +505,39 @@ class _Planner:
                 (i % heads, walk[i], -lengths[i], i) if by_head else (-lengths[i], i % heads, walk[i], i)
             ),
         )
-        allowed = 11 * makespan(streamed, costs)
-        whole = deal(order, lengths, wholes, workers)
-        if 10 * makespan(whole, costs) <= allowed:
+        allowed = 11 * makespan(streamed, turns, cost)
+        whole = deal(order, lengths, costs, workers)
+        if 10 * makespan(whole, turns, cost) <= allowed:
             return whole
-        heavy = [[tile for tile in group if not costs.light[tile * heads]] for group in groups]
-        width = len(heavy[0])
-        if all(len(group) == width for group in heavy) and 0 < width <= workers:
-            return self._alike(tiles, groups, heavy, costs, workers, allowed) or streamed
+        width = len(groups[0])
+        if all(len(group) == width for group in groups) and width <= workers:
+            alike = self._alike(tiles, groups, workers)
+            if 10 * makespan(alike, turns, cost) <= allowed:
+                return alike
         return streamed
 
-    def _alike(
-        self,
-        tiles: Sequence[_Tile],
-        groups: Sequence[Sequence[int]],
-        heavy: Sequence[Sequence[int]],
-        costs: Costs,
-        workers: int,
-        allowed: int,
-    ) -> Works | None:
-        """The walk of each group cut among teams of as many workers as the group has heavy tiles.
-
-        For light tiles every pair of teams has one worker more, who walks what the pair walks, a stretch of either in
-        turns: what it reads is then not far from what they read. None where there are too few workers, or where ten
-        times the largest share costs more than `allowed`; starting anew at every stretch is not counted.
-        """
-        heads, width = self.parameters.num_kv_heads, len(heavy[0])
+    def _alike(self, tiles: Sequence[_Tile], groups: Sequence[Sequence[int]], workers: int) -> Works:
+        """The walk of each group cut among teams of as many workers as the group has tiles."""
+        heads, width = self.parameters.num_kv_heads, len(groups[0])
         firsts = [min(tiles[i].begin for i in group) for group in groups]
         ends = [max(tiles[i].end for i in group) for group in groups]
-        lengths, turns = [], []
+        walked, turns = [], []
         for group, first, end in zip(groups, firsts, ends, strict=True):
-            lengths += [end - first] * heads
+            walked += [end - first] * heads
             turns += [self._turns(tiles[group[0]], first, end)] * heads
         teams = workers // width
-        if any(costs.light):
-            full, rest = divmod(workers, PAIR * width + 1)
-            teams = full * PAIR + (rest > width)
-        if not teams:
-            return None
-        walked = Costs(lengths, turns, [False] * len(lengths), costs.unit, costs.work_cost)
-        pieces, indptr = cut(walked, teams, self.parameters.min_chunk)
-
-        def seen(number: int, item: int, begin: int, end: int) -> list[tuple[int, int, int]]:
-            """What a tile sees of a piece: a work or none."""
-            tile, first = tiles[number], firsts[item // heads]
-            low, high = max(first + begin, tile.begin), min(first + end, tile.end)
-            if low >= high:
-                return []
-            return [(number * heads + item % heads, low - tile.begin, high - tile.begin)]
-
-        shares: list[list[tuple[int, int, int]]] = []
-        largest = 0
-        beside: list[list[tuple[int, int, int]]] = []
+        pieces, indptr = cut(walked, teams, self.parameters.min_chunk, self.parameters.work_cost, turns)
+        works, counts = [], [0]
         for team in range(teams):
-            mine = pieces[indptr[team] : indptr[team + 1]]
             for member in range(width):
-                shares.append(
-                    [work for piece in mine for work in seen(heavy[piece[0] // heads][member], *piece)]
-                )
-                largest = max(largest, sum(costs.of(*work) for work in shares[-1]))
-            if not any(costs.light):
-                continue
-            which = [(piece, tile) for piece in mine for tile in groups[piece[0] // heads]]
-            which = [(piece, tile) for piece, tile in which if costs.light[tile * heads]]
-            beside.append([work for piece, tile in which for work in seen(tile, *piece)])
-            if len(beside) == PAIR or team == teams - 1:
-                largest = max(largest, sum(costs.of(*work) for list_ in beside for work in list_))
-                shares.append(alternate(*beside, *[[]] * (PAIR - len(beside))))
-                beside = []
-        if 10 * largest > allowed:
-            return None
-        shares += [[]] * (workers - len(shares))
-        return [work for share in shares for work in share], [0, *accumulate(map(len, shares))]
+                for item, begin, end in pieces[indptr[team] : indptr[team + 1]]:
+                    which = groups[item // heads][member]
+                    tile, first = tiles[which], firsts[item // heads]
+                    low, high = max(first + begin, tile.begin), min(first + end, tile.end)
+                    if low < high:
+                        works.append((which * heads + item % heads, low - tile.begin, high - tile.begin))
+                counts.append(len(works))
+        return works, counts + [len(works)] * (workers + 1 - len(counts))
 
     def _turns(self, tile: _Tile, begin: int, end: int) -> list[int]:
         """Per KV tile from `begin` to `end` of a query tile's walk what the changes of run up to it cost."""

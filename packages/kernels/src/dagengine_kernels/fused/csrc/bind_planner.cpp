@@ -51,8 +51,7 @@ Parameters read_parameters(const py::tuple& given) {
     parameters.work_cost = given[7].cast<int64_t>();
     parameters.run_cost = given[8].cast<int64_t>();
     parameters.wide_cost = given[9].cast<double>();
-    parameters.light_rows = given[10].cast<int64_t>();
-    parameters.invariant_chunk = given[11].is_none() ? 0 : given[11].cast<int64_t>();
+    parameters.invariant_chunk = given[10].is_none() ? 0 : given[10].cast<int64_t>();
     return parameters;
 }
 

@@ -361,8 +361,7 @@ class Planner {
             for (size_t t = 0; t < tiles.size(); ++t) {
                 if (tiles[t].height != static_cast<int32_t>(height)) continue;
                 order.push_back(static_cast<int32_t>(t));
-                const bool light = height + 1 == slots.size() && tiles[t].num_rows * parameters.group <= parameters.light_rows;
-                items.resize(items.size() + heads, Item{tiles[t].begin, tiles[t].end, tiles[t].walk, light});
+                items.resize(items.size() + heads, Item{tiles[t].begin, tiles[t].end, tiles[t].walk});
             }
             if (order.empty()) continue;
             Class one{parameters.heights[height], slots[height], {}, {}, {}};

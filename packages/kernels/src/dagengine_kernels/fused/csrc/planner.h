@@ -66,7 +66,6 @@ struct Parameters {
     int64_t window;  // 0: none
     int64_t min_chunk, work_cost, run_cost;
     double wide_cost;
-    int64_t light_rows;
     int64_t invariant_chunk;  // 0: not batch-invariant
 };
 
@@ -111,7 +110,6 @@ bool find_spans(const int32_t* extent_indptr, int64_t sequences, const Extent* e
 struct Item {
     int64_t begin, end;
     int64_t walk;  // where the walk begins that it is of
-    bool light;    // whether its KV tiles cost half
 };
 
 // A stretch of an item, from its begin on.

@@ -10,67 +10,47 @@ namespace dagengine::planner {
 
 namespace {
 
-// What pieces of items cost, in KV tiles or, where there are light ones, in halves of them.
-struct Costs {
-    const std::vector<Item>& items;
-    const int64_t* turns;
-    int64_t unit;  // of a KV tile that is not light
-    int64_t work;  // of starting a work
-
-    int64_t tile(const Item& item) const { return item.light ? 1 : unit; }
-
-    // Of KV tiles begin .. end - 1 of an item without starting it.
-    int64_t walk(const Item& item, int64_t begin, int64_t end) const {
-        const int64_t* const turn = turns + item.begin;
-        return (end - begin) * tile(item) + unit * (turn[end - 1] - turn[begin]);
+// How many KV tiles from `begin` on cost at most `room`.
+int64_t affordable(const int64_t* turn, int64_t begin, int64_t end, int64_t room) {
+    int64_t low = 0, high = std::max<int64_t>(std::min(end - begin, room), 0);
+    if (high && turn[begin + high - 1] == turn[begin]) return high;
+    while (low < high) {
+        const int64_t middle = (low + high + 1) / 2;
+        if (middle + turn[begin + middle - 1] - turn[begin] <= room)
+            low = middle;
+        else
+            high = middle - 1;
     }
-
-    int64_t of(const Piece& piece) const { return work + walk(items[piece.item], piece.begin, piece.end); }
-
-    int64_t whole(const Item& item) const { return work + walk(item, 0, item.end - item.begin); }
-
-    // How many KV tiles of an item of `length` from `begin` on cost at most `room`.
-    int64_t affordable(const Item& item, int64_t begin, int64_t length, int64_t room) const {
-        const int64_t* const turn = turns + item.begin;
-        int64_t low = 0, high = std::max<int64_t>(std::min(length - begin, room / tile(item)), 0);
-        if (high && turn[begin + high - 1] == turn[begin]) return high;
-        while (low < high) {
-            const int64_t middle = (low + high + 1) / 2;
-            if (walk(item, begin, begin + middle) <= room)
-                low = middle;
-            else
-                high = middle - 1;
-        }
-        return low;
-    }
-};
+    return low;
+}
 
 // Shares of cost at most `bound`, each filled as far as it goes: calls take(item, begin, end) for each work and close()
 // behind each full share. False if the workers do not suffice.
 template <typename Take, typename Close>
-bool share_out(const Costs& costs, int64_t workers, int64_t min_chunk, int64_t bound, Take&& take, Close&& close) {
+bool share_out(const std::vector<Item>& items, const int64_t* turns, int64_t workers,
+               int64_t min_chunk, int64_t work_cost, int64_t bound, Take&& take, Close&& close) {
     int64_t room = bound;
-    for (size_t index = 0; index < costs.items.size(); ++index) {
-        const Item& item = costs.items[index];
-        const int64_t length = item.end - item.begin;
+    for (size_t item = 0; item < items.size(); ++item) {
+        const int64_t length = items[item].end - items[item].begin;
+        const int64_t* const turn = turns + items[item].begin;
         int64_t begin = 0;
         while (begin < length) {
-            const int64_t rest = length - begin, cost = costs.work + costs.walk(item, begin, length);
+            const int64_t rest = length - begin;
+            const int64_t cost = work_cost + rest + turn[length - 1] - turn[begin];
             if (room >= cost) {
-                take(index, begin, length);
+                take(item, begin, length);
                 room -= cost;
                 break;
             }
-            int64_t piece = std::min(costs.affordable(item, begin, length, room - costs.work), rest - min_chunk);
-            const int64_t largest = (bound - costs.work) / costs.tile(item);
-            if (piece >= min_chunk && largest < 2 * min_chunk) {
+            int64_t piece = std::min(affordable(turn, begin, length, room - work_cost), rest - min_chunk);
+            if (piece >= min_chunk && bound - work_cost < 2 * min_chunk) {
                 // What stays must be divisible into pieces that are neither too small nor too large: what is at least
                 // the smallest one is, where the largest piece is twice that.
-                const int64_t more = (rest - piece + largest - 1) / largest;
+                const int64_t largest = bound - work_cost, more = (rest - piece + largest - 1) / largest;
                 piece = std::min(piece, rest - more * min_chunk);
             }
             if (piece >= min_chunk) {
-                take(index, begin, begin + piece);
+                take(item, begin, begin + piece);
                 begin += piece;
             } else if (room == bound) {
                 return false;
@@ -84,11 +64,14 @@ bool share_out(const Costs& costs, int64_t workers, int64_t min_chunk, int64_t b
 }
 
 // As shares_twin.cut.
-void cut(const Costs& costs, int64_t workers, int64_t min_chunk, Buffer<Piece>& pieces, Ints& indptr) {
-    int64_t total = 0;
-    for (const Item& item : costs.items) total += costs.whole(item);
+void cut(const std::vector<Item>& items, const int64_t* turns, int64_t workers, int64_t min_chunk,
+         int64_t work_cost, Buffer<Piece>& pieces, Ints& indptr) {
+    int64_t total = work_cost * static_cast<int64_t>(items.size());
+    for (const Item& item : items) total += item.end - item.begin + turns[item.end - 1] - turns[item.begin];
     int64_t low = std::max<int64_t>((total + workers - 1) / workers, 1), high = low, step = 1;
-    auto fits = [&](int64_t bound) { return share_out(costs, workers, min_chunk, bound, [](auto...) {}, [] {}); };
+    auto fits = [&](int64_t bound) {
+        return share_out(items, turns, workers, min_chunk, work_cost, bound, [](auto...) {}, [] {});
+    };
     while (!fits(high)) {
         low = high + 1;
         high += step;
@@ -104,7 +87,7 @@ void cut(const Costs& costs, int64_t workers, int64_t min_chunk, Buffer<Piece>& 
     pieces.clear();
     indptr.assign(1, 0);
     share_out(
-        costs, workers, min_chunk, high,
+        items, turns, workers, min_chunk, work_cost, high,
         [&](size_t item, int64_t begin, int64_t end) {
             pieces.push_back({static_cast<int32_t>(item), static_cast<int32_t>(begin), static_cast<int32_t>(end)});
         },
@@ -114,23 +97,32 @@ void cut(const Costs& costs, int64_t workers, int64_t min_chunk, Buffer<Piece>& 
 
 constexpr int64_t MANY = 8;  // as in shares_twin.py
 
-int64_t makespan(const Costs& costs, const Buffer<Piece>& pieces, const Ints& indptr) {
+int64_t cost_of(const Piece& piece, const std::vector<Item>& items, const int64_t* turns,
+                int64_t work_cost) {
+    const int64_t* const turn = turns + items[piece.item].begin;
+    return piece.end - piece.begin + work_cost + turn[piece.end - 1] - turn[piece.begin];
+}
+
+int64_t makespan(const Buffer<Piece>& pieces, const Ints& indptr, const std::vector<Item>& items,
+                 const int64_t* turns, int64_t work_cost) {
     int64_t largest = 0;
     for (size_t worker = 0; worker + 1 < indptr.size(); ++worker) {
         int64_t sum = 0;
-        for (int32_t i = indptr[worker]; i < indptr[worker + 1]; ++i) sum += costs.of(pieces[i]);
+        for (int32_t i = indptr[worker]; i < indptr[worker + 1]; ++i)
+            sum += cost_of(pieces[i], items, turns, work_cost);
         largest = std::max(largest, sum);
     }
     return largest;
 }
 
-void deal(const Costs& costs, int64_t heads, int64_t workers, Buffer<Piece>& pieces, Ints& indptr) {
-    const std::vector<Item>& items = costs.items;
+void deal(const std::vector<Item>& items, const int64_t* turns, int64_t heads, int64_t workers,
+          int64_t work_cost, Buffer<Piece>& pieces, Ints& indptr) {
     std::vector<int32_t> order(items.size());
     for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
     int64_t largest = 0, total = 0;
-    for (const Item& item : items) {
-        const int64_t cost = costs.whole(item);
+    for (size_t i = 0; i < items.size(); ++i) {
+        const Piece all{static_cast<int32_t>(i), 0, static_cast<int32_t>(items[i].end - items[i].begin)};
+        const int64_t cost = cost_of(all, items, turns, work_cost);
         largest = std::max(largest, cost);
         total += cost;
     }
@@ -151,7 +143,8 @@ void deal(const Costs& costs, int64_t heads, int64_t workers, Buffer<Piece>& pie
         const auto [load, worker] = loads.top();
         loads.pop();
         dealt[worker].push_back(item);
-        loads.emplace(load + costs.whole(items[item]), worker);
+        const Piece whole{item, 0, static_cast<int32_t>(items[item].end - items[item].begin)};
+        loads.emplace(load + cost_of(whole, items, turns, work_cost), worker);
     }
     pieces.clear();
     indptr.assign(1, 0);
@@ -162,127 +155,66 @@ void deal(const Costs& costs, int64_t heads, int64_t workers, Buffer<Piece>& pie
     }
 }
 
-// The query tiles of a walk, by whether they are light.
-struct Group {
-    std::vector<int64_t> heavy, light;
-};
-
-constexpr size_t PAIR = 2;        // as in shares_twin.py
-constexpr int64_t STRETCH = 16;
-
-// As shares_twin.alternate.
-void alternate(const std::vector<Piece> (&lists)[PAIR], Buffer<Piece>& made) {
-    std::vector<Piece> stretches[PAIR];
-    for (size_t k = 0; k < PAIR; ++k)
-        for (const Piece& piece : lists[k]) {
-            const int64_t length = piece.end - piece.begin, count = std::max<int64_t>(length / STRETCH, 1);
-            for (int64_t i = 0; i < count; ++i)
-                stretches[k].push_back({piece.item, static_cast<int32_t>(piece.begin + length * i / count),
-                                        static_cast<int32_t>(piece.begin + length * (i + 1) / count)});
-        }
-    for (size_t i = 0; i < std::max(stretches[0].size(), stretches[1].size()); ++i)
-        for (const auto& one : stretches)
-            if (i < one.size()) made.push_back(one[i]);
-}
-
-// The walk of each group cut among teams of as many workers as the group has heavy tiles; for the light ones every
-// pair of teams has a worker more. As planner_twin._alike. False where that is much less even than `allowed`.
-bool alike(const Costs& costs, const std::vector<Group>& groups, int64_t heads, int64_t workers, int64_t min_chunk,
-           int64_t allowed, Buffer<Piece>& made, Ints& made_indptr) {
-    const std::vector<Item>& items = costs.items;
-    const auto width = static_cast<int64_t>(groups[0].heavy.size());
-    bool light = false;
-    std::vector<Item> walked;  // from the first to the last KV tile that a tile of the group sees
-    for (const Group& group : groups) {
-        Item one = items[group.heavy[0] * heads];
-        for (const auto* tiles : {&group.heavy, &group.light})
-            for (int64_t tile : *tiles) {
-                one.begin = std::min(one.begin, items[tile * heads].begin);
-                one.end = std::max(one.end, items[tile * heads].end);
-            }
-        walked.resize(walked.size() + heads, one);
-        light |= !group.light.empty();
-    }
-    const int64_t size = PAIR * width + 1, rest = workers % size;
-    const int64_t teams = light ? workers / size * PAIR + (rest > width) : workers / width;
-    if (!teams) return false;
-    Buffer<Piece> cuts;
-    Ints cut_indptr;
-    cut(Costs{walked, costs.turns, costs.unit, costs.work}, teams, min_chunk, cuts, cut_indptr);
-    // What a tile sees of one of the cuts.
-    const auto seen = [&](const Piece& piece, int64_t tile) {
-        const int64_t head = piece.item % heads;
-        const Item& mine = items[tile * heads];
-        const int64_t skipped = mine.begin - walked[piece.item].begin;
-        return Piece{static_cast<int32_t>(tile * heads + head),
-                     static_cast<int32_t>(std::max<int64_t>(piece.begin - skipped, 0)),
-                     static_cast<int32_t>(std::min(piece.end - skipped, mine.end - mine.begin))};
-    };
-    made.clear();
-    made_indptr.assign(1, 0);
-    std::vector<Piece> lists[PAIR];
-    int64_t largest = 0;
-    for (int64_t team = 0; team < teams; ++team) {
-        for (int64_t member = 0; member < width; ++member) {
-            int64_t cost = 0;
-            for (int32_t i = cut_indptr[team]; i < cut_indptr[team + 1]; ++i) {
-                const Piece one = seen(cuts[i], groups[cuts[i].item / heads].heavy[member]);
-                if (one.begin >= one.end) continue;
-                made.push_back(one);
-                cost += costs.of(one);
-            }
-            made_indptr.push_back(static_cast<int32_t>(made.size()));
-            largest = std::max(largest, cost);
-        }
-        if (!light) continue;
-        for (int32_t i = cut_indptr[team]; i < cut_indptr[team + 1]; ++i)
-            for (int64_t tile : groups[cuts[i].item / heads].light) {
-                const Piece one = seen(cuts[i], tile);
-                if (one.begin < one.end) lists[team % PAIR].push_back(one);
-            }
-        if (team % PAIR != PAIR - 1 && team + 1 != teams) continue;
-        int64_t cost = 0;
-        for (const auto& list : lists)
-            for (const Piece& one : list) cost += costs.of(one);
-        largest = std::max(largest, cost);
-        alternate(lists, made);
-        for (auto& list : lists) list.clear();
-        made_indptr.push_back(static_cast<int32_t>(made.size()));
-    }
-    made_indptr.resize(workers + 1, static_cast<int32_t>(made.size()));
-    return 10 * largest <= allowed;
-}
-
 }  // namespace
 
 void share(const std::vector<Item>& items, const int64_t* turns, int64_t heads, int64_t workers,
            const Parameters& parameters, Buffer<Piece>& pieces, Ints& indptr) {
-    const int64_t chunk = parameters.min_chunk;
-    const bool any_light = std::any_of(items.begin(), items.end(), [](const Item& item) { return item.light; });
-    const int64_t unit = any_light ? 2 : 1;
-    const Costs costs{items, turns, unit, unit * parameters.work_cost};
-    cut(costs, workers, chunk, pieces, indptr);
-    std::vector<Group> groups;
+    const int64_t chunk = parameters.min_chunk, cost = parameters.work_cost;
+    std::vector<int64_t> groups;  // the first tile of each walk, and the end
     const int64_t tiles = static_cast<int64_t>(items.size()) / heads;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-        if (!tile || items[tile * heads].walk != items[(tile - 1) * heads].walk) groups.emplace_back();
-        (items[tile * heads].light ? groups.back().light : groups.back().heavy).push_back(tile);
-    }
-    if (static_cast<int64_t>(groups.size()) == tiles) return;
+    for (int64_t tile = 0; tile < tiles; ++tile)
+        if (!tile || items[tile * heads].walk != items[(tile - 1) * heads].walk) groups.push_back(tile);
+    groups.push_back(tiles);
+    const int64_t number = static_cast<int64_t>(groups.size()) - 1, width = groups[1] - groups[0];
+    bool alike = true;
+    for (int64_t g = 0; g < number; ++g) alike &= groups[g + 1] - groups[g] == width;
+    cut(items, turns, workers, chunk, cost, pieces, indptr);
+    if (number == tiles) return;
 
-    Buffer<Piece> other;
-    Ints other_indptr;
-    const int64_t allowed = 11 * makespan(costs, pieces, indptr);
-    deal(costs, heads, workers, other, other_indptr);
-    if (10 * makespan(costs, other, other_indptr) > allowed) {
-        const auto width = static_cast<int64_t>(groups[0].heavy.size());
-        for (const Group& group : groups)
-            if (static_cast<int64_t>(group.heavy.size()) != width) return;
-        if (!width || width > workers) return;
-        if (!alike(costs, groups, heads, workers, chunk, allowed, other, other_indptr)) return;
+    Buffer<Piece> whole;
+    Ints whole_indptr;
+    deal(items, turns, heads, workers, cost, whole, whole_indptr);
+    const int64_t allowed = 11 * makespan(pieces, indptr, items, turns, cost);
+    if (10 * makespan(whole, whole_indptr, items, turns, cost) <= allowed) {
+        pieces = std::move(whole);
+        indptr = std::move(whole_indptr);
+        return;
     }
-    pieces = std::move(other);
-    indptr = std::move(other_indptr);
+    if (!alike || width > workers) return;
+
+    std::vector<Item> walked;  // from the first to the last KV tile that a tile of the group sees
+    for (int64_t g = 0; g < number; ++g) {
+        Item one = items[groups[g] * heads];
+        for (int64_t tile = groups[g]; tile < groups[g + 1]; ++tile) {
+            one.begin = std::min(one.begin, items[tile * heads].begin);
+            one.end = std::max(one.end, items[tile * heads].end);
+        }
+        walked.resize(walked.size() + heads, one);
+    }
+    const int64_t teams = workers / width;
+    Buffer<Piece> cuts;
+    Ints cut_indptr;
+    cut(walked, turns, teams, chunk, cost, cuts, cut_indptr);
+    Buffer<Piece> made;
+    Ints made_indptr(1, 0);
+    for (int64_t team = 0; team < teams; ++team)
+        for (int64_t member = 0; member < width; ++member) {
+            for (int32_t i = cut_indptr[team]; i < cut_indptr[team + 1]; ++i) {
+                const int64_t tile = groups[cuts[i].item / heads] + member, head = cuts[i].item % heads;
+                const Item& mine = items[tile * heads];
+                const int64_t skipped = mine.begin - walked[cuts[i].item].begin;
+                const int64_t low = std::max<int64_t>(cuts[i].begin - skipped, 0);
+                const int64_t high = std::min(cuts[i].end - skipped, mine.end - mine.begin);
+                if (low < high)
+                    made.push_back({static_cast<int32_t>(tile * heads + head), static_cast<int32_t>(low),
+                                    static_cast<int32_t>(high)});
+            }
+            made_indptr.push_back(static_cast<int32_t>(made.size()));
+        }
+    made_indptr.resize(workers + 1, static_cast<int32_t>(made.size()));
+    if (10 * makespan(made, made_indptr, items, turns, cost) > allowed) return;
+    pieces = std::move(made);
+    indptr = std::move(made_indptr);
 }
 
 }  // namespace dagengine::planner

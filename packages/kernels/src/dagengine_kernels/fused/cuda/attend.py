@@ -225,7 +225,6 @@ class CudaExecutor(Executor):
             min_chunk=max(1, 64 // keys),
             work_cost=256 // keys,
             run_cost=1,
-            light_rows=WIDE // 2,
             invariant_chunk=INVARIANT_CHUNK_KEYS // keys if self.batch_invariant else None,
         )
 
