@@ -46,7 +46,7 @@ STREAMED_ROWS = {"gated": 64, "normed": 64, "plain": 64}
 """Of more rows, up to this many are streamed.cu's; cuBLAS and the launches around it win from the next on."""
 
 GATED_ROWS = 1024
-"""From so many rows on a gated layer is gated.cu's, where BUSY of its clusters have a tile in the mean of all rounds."""
+"""From so many rows on a gated layer is gated.cu's, where its layout is BUSY."""
 
 BUSY = 0.85
 
@@ -222,7 +222,12 @@ class CudaLinear:
         many = streamed.layout(*given) if rows <= self._streamed_rows else None
         if many is not None:
             return streamed.Streamed(layer, many, dtype), False
-        if self._gated_rows is not None and rows >= self._gated_rows and alone and dtype == layer.weight.dtype:
+        if (
+            self._gated_rows is not None
+            and rows >= self._gated_rows
+            and alone
+            and dtype == layer.weight.dtype
+        ):
             chosen = gated_product.layout(rows, self.num_inputs, self.num_outputs, self._sms)
             if chosen is not None and chosen.busy >= BUSY:
                 return gated_product.Gated(layer, chosen), False

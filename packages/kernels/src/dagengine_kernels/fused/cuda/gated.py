@@ -1,8 +1,8 @@
 """A gated layer on many rows in one launch on sm_90a (csrc/cuda/gated.cu): layout and launch.
 
-    cluster   `cluster` blocks, whose tiles follow one another in x and share one of the weight
-    tile      a block's ROWS rows of x by OUTPUTS outputs
-    round     a tile of every cluster; of the last round some have none
+cluster   `cluster` blocks, whose tiles follow one another in x and share one of the weight
+tile      a block's ROWS rows of x by OUTPUTS outputs
+round     a tile of every cluster; of the last round some have none
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dagengine_kernels.fused.cuda import driver
-from dagengine_kernels.fused.cuda.driver import Kernel, Launch, Variant, current_stream
+from dagengine_kernels.fused.cuda.driver import Kernel, Launch, Variant
 from dagengine_kernels.fused.cuda.params import packer
 from dagengine_kernels.fused.cuda.products import STEP, Layer, Product
 from dagengine_kernels.fused.cuda.vectors import DTYPES
@@ -49,6 +49,7 @@ class Layout:
         row_tiles: of a cluster, over x.
         column_tiles: over the outputs.
         clusters: that work at once.
+        busy: rows times outputs, as a share of those that the clusters could take in as many rounds.
     """
 
     cluster: int
@@ -58,6 +59,7 @@ class Layout:
     row_tiles: int
     column_tiles: int
     clusters: int
+    busy: float
 
     @property
     def tiles(self) -> int:
@@ -66,12 +68,6 @@ class Layout:
     @property
     def blocks(self) -> int:
         return self.clusters * self.cluster
-
-    @property
-    def busy(self) -> float:
-        """Share of the clusters that have a tile, over all rounds."""
-        rounds = -(-self.tiles // self.clusters)
-        return self.tiles / (rounds * self.clusters)
 
     @property
     def shared_bytes(self) -> int:
@@ -111,7 +107,11 @@ def layout(
         return None
     row_tiles, column_tiles = -(-rows // (cluster * ROWS)), -(-outputs // OUTPUTS)
     clusters = min(sms // cluster, row_tiles * column_tiles)
-    return Layout(cluster, stages, group, lead, row_tiles, column_tiles, clusters) if clusters else None
+    if not clusters:
+        return None
+    rounds = -(-row_tiles * column_tiles // (sms // cluster))
+    busy = rows * outputs / (rounds * (sms // cluster) * cluster * ROWS * OUTPUTS)
+    return Layout(cluster, stages, group, lead, row_tiles, column_tiles, clusters, busy)
 
 
 class Params(ctypes.Structure):
