@@ -65,9 +65,8 @@ def test_the_result_is_the_definition(out: int, inputs: int, dtype: torch.dtype)
 
 def test_a_layer_of_a_large_model() -> None:
     tensors, layer = make(14336, 4096, torch.bfloat16, gated=True, extras=False)
-    for rows in (257, 2048, 4099):
+    for rows in (257, 2048, 4099, 8192):
         hold_sums(layer, tensors, random(rows, rows, 4096, dtype=torch.bfloat16))
-    hold_sums(layer, tensors, random(7, 8192, 4096, dtype=torch.bfloat16)[:, :])
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
