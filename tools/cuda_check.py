@@ -36,6 +36,7 @@ SOURCES = (
     "skinny",
     "tiled",
     "streamed",
+    "gated",
     "norm",
     "gate",
 )

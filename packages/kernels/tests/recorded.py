@@ -13,7 +13,7 @@ import torch
 
 from dagengine_kernels import AppendPlan, cuda_linear
 from dagengine_kernels.cuda_linear import CudaLinear
-from dagengine_kernels.fused.cuda import driver, gate, gemv, merge, norm, skinny, streamed, tiled
+from dagengine_kernels.fused.cuda import driver, gate, gated, gemv, merge, norm, skinny, streamed, tiled
 from dagengine_kernels.fused.cuda.attend import CudaExecutor
 
 SMS = 132
@@ -77,6 +77,9 @@ class Recorder:
 
 KEPT = (
     gate._kernel,
+    gated._kernel,
+    gated._map,
+    gated._prepared,
     gemv._kernel,
     merge._kernel,
     norm._launch,

@@ -38,7 +38,7 @@ def nvcc():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "source",
-    "append merge transform advance attend draw greatest gemv skinny tiled streamed norm gate".split(),
+    "append merge transform advance attend draw greatest gemv skinny tiled streamed gated norm gate".split(),
 )
 def test_kernels_compile_without_spills(gate, nvcc, source):
     built = gate.check(gate.listed([source]), nvcc)

@@ -6,6 +6,8 @@
     few (`FEW_ROWS`)              gemv.cu, at the speed of the weight      inside                  inside
     up to 64 (`STREAMED_ROWS`)    streamed.cu, for capability 9.0          norm.cu                 inside
     more                          cuBLAS through torch                     norm.cu                 gate.cu
+    many (`GATED_ROWS`), gated    gated.cu, for capability 9.0 and y of    norm.cu                 inside
+                                  x's dtype without bias and residual
     1 .. 16, batch_invariant      skinny.cu                                up to 8 rows inside     inside
     more, batch_invariant         tiled.cu, with skinny.cu's bits          norm.cu                 inside
 
@@ -26,6 +28,7 @@ from torch.nn import functional as F
 from dagengine_kernels.errors import INVALID_ARGUMENT, UNSUPPORTED, KernelError
 from dagengine_kernels.fused import native
 from dagengine_kernels.fused.cuda import gate, gemv, skinny, streamed, tiled
+from dagengine_kernels.fused.cuda import gated as gated_product
 from dagengine_kernels.fused.cuda import norm as rms
 from dagengine_kernels.fused.cuda.products import STEP, Layer, Product
 
@@ -42,6 +45,10 @@ without: alone, a gated layer of one row takes as long either way."""
 STREAMED_ROWS = {"gated": 64, "normed": 64, "plain": 64}
 """Of more rows, up to this many are streamed.cu's; cuBLAS and the launches around it win from the next on."""
 
+GATED_ROWS = 1024
+"""From so many rows on a gated layer is gated.cu's, where its layout is BUSY."""
+
+BUSY = 0.85
 
 KEPT_ROWS = 64
 """Up to this many rows a layer's launches are prepared once for each number of them."""
@@ -67,6 +74,8 @@ class CudaLinear:
         streamed_rows: up to how many rows streamed.cu is used where gemv.cu is not, at most streamed.MAX_ROWS; by
             default those of STREAMED_ROWS. Without effect if `batch_invariant`, and on devices of another capability
             than 9.0.
+        gated_rows: from how many rows on gated.cu is used, more than KEPT_ROWS; by default GATED_ROWS. Without effect
+            where gated.cu is not for the layer or the device, and if `batch_invariant`.
     Raises: KernelError (invalid_argument, or capability_missing where `unavailable` says why).
     """
 
@@ -82,6 +91,7 @@ class CudaLinear:
         over_residual: bool = False,
         few_rows: int | None = None,
         streamed_rows: int | None = None,
+        gated_rows: int = GATED_ROWS,
     ) -> None:
         if weight.ndim != 2 or weight.dtype not in DTYPES or weight.device.type != DEVICE:
             raise KernelError(
@@ -112,10 +122,15 @@ class CudaLinear:
         ):
             if not 0 <= given <= most:
                 raise KernelError(INVALID_ARGUMENT, f"must be 0 to {most}, is {given}", name)
+        if gated_rows <= KEPT_ROWS:
+            raise KernelError(INVALID_ARGUMENT, f"must be over {KEPT_ROWS}, is {gated_rows}", "gated_rows")
         self.num_outputs = rows // 2 if gated else rows
         self._few_rows = few_rows
-        streams = torch.cuda.get_device_capability(weight.device) == streamed.CAPABILITY
-        self._streamed_rows = streamed_rows if streams else 0
+        capability = torch.cuda.get_device_capability(weight.device)
+        self._streamed_rows = streamed_rows if capability == streamed.CAPABILITY else 0
+        self._gated_rows = None
+        if gated and bias is None and capability == gated_product.CAPABILITY:
+            self._gated_rows = gated_rows
         self._over_residual = over_residual
         self.batch_invariant = batch_invariant
         self._layer = Layer(
@@ -184,28 +199,39 @@ class CudaLinear:
                 residual = residual.contiguous()
         if rows == 0:
             return torch.empty(0, self.num_outputs, dtype=dtype, device=x.device)
-        product, norms = self._products.get((rows, dtype)) or self._way(rows, dtype)
+        product, norms = self._products.get((rows, dtype)) or self._way(rows, dtype, residual is None)
         if product is None:
             return self._by_cublas(self._normed(x), residual, dtype)
         y = torch.empty(rows, self.num_outputs, dtype=dtype, device=self._device)
         product(self._aligned(x) if norms else self._normed(x), residual, y)
         return y
 
-    def _way(self, rows: int, dtype: torch.dtype) -> _Way:
-        """What multiplies so many rows into y of `dtype`; kept for up to KEPT_ROWS."""
-        found = self._invariant(rows, dtype) if self.batch_invariant else self._fastest(rows, dtype)
+    def _way(self, rows: int, dtype: torch.dtype, alone: bool) -> _Way:
+        """What multiplies so many rows into y of `dtype`, `alone` without a residual; kept for up to KEPT_ROWS."""
+        found = self._invariant(rows, dtype) if self.batch_invariant else self._fastest(rows, dtype, alone)
         if rows <= KEPT_ROWS:
             self._products[rows, dtype] = found
         return found
 
-    def _fastest(self, rows: int, dtype: torch.dtype) -> _Way:
+    def _fastest(self, rows: int, dtype: torch.dtype, alone: bool) -> _Way:
         layer = self._layer
         given = (rows, self.num_inputs, self.num_outputs, layer.gated, self._sms)
         few = gemv.layout(*given) if rows <= self._few_rows else None
         if few is not None:
             return gemv.Gemv(layer, few, dtype, norm=layer.norm is not None), True
         many = streamed.layout(*given) if rows <= self._streamed_rows else None
-        return None if many is None else streamed.Streamed(layer, many, dtype), False
+        if many is not None:
+            return streamed.Streamed(layer, many, dtype), False
+        if (
+            self._gated_rows is not None
+            and rows >= self._gated_rows
+            and alone
+            and dtype == layer.weight.dtype
+        ):
+            chosen = gated_product.layout(rows, self.num_inputs, self.num_outputs, self._sms)
+            if chosen is not None and chosen.busy >= BUSY:
+                return gated_product.Gated(layer, chosen), False
+        return None, False
 
     def _invariant(self, rows: int, dtype: torch.dtype) -> _Way:
         """By the kernels that share an order of sums."""

@@ -2,6 +2,7 @@
 // warpgroup, and the conversions of their 16-bit operands. HALF_FLOAT: fp16 instead of bf16. Knows no attention.
 #pragma once
 
+typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -45,6 +46,36 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 bar, 
         " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row), "l"(policy)
         : "memory");
 }
+// A box of a matrix, to the same place of all blocks of the cluster that `blocks` has a bit for, and to a barrier of each.
+__device__ __forceinline__ void load_box_to_blocks(u32 to, const TensorMap* map, u32 bar, int column, int row, u16 blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row), "h"(blocks)
+        : "memory");
+}
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 bar, int column, int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row)
+        : "memory");
+}
+// A box to a matrix; what lies outside of it is not written. A thread's stores are closed, then awaited, together.
+__device__ __forceinline__ void store_box(const TensorMap* map, u32 from, int column, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
+                 "r"(column), "r"(row)
+                 : "memory");
+}
+__device__ __forceinline__ void close_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void await_stores_having_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void await_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// What threads wrote to shared memory is seen by the copies and products that are started behind this.
+__device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Four matrices of 8 rows of 16 bytes, lane l's the row that is the (l % 8)th of matrix l / 8.
+__device__ __forceinline__ void store_matrices(u32 row, const u32 (&words)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(words[0]), "r"(words[1]),
+                 "r"(words[2]), "r"(words[3])
+                 : "memory");
+}
 __device__ __forceinline__ u64 first_to_leave_l2() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -64,6 +95,10 @@ __device__ __forceinline__ u32 address_in(u32 address, u32 rank) {
     u32 r;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
     return r;
+}
+// At a barrier of any block of the cluster, its address from `address_in`.
+__device__ __forceinline__ void barrier_arrive_in_cluster(u32 bar) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 __device__ __forceinline__ float4 load_from_cluster(u32 address) {
     float4 v;
@@ -173,6 +208,24 @@ __device__ __forceinline__ void mma(float (&d)[32], u64 a, u64 b) {
                 R8(0, 1, 2, 3, 4, 5, 6, 7) ", " R8(8, 9, 10, 11, 12, 13, 14, 15) ", "
                 R8(16, 17, 18, 19, 20, 21, 22, 23) ", " R8(24, 25, 26, 27, 28, 29, 30, 31),
                 "%32", "%33", F8(d, 0), F8(d, 8), F8(d, 16), F8(d, 24));
+}
+// And d[64, 256] (+)= a[64, 16] b[16, 256].
+__device__ __forceinline__ void mma(float (&d)[128], u64 a, u64 b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." OPERANDS " {"
+        R8(0, 1, 2, 3, 4, 5, 6, 7) ", " R8(8, 9, 10, 11, 12, 13, 14, 15) ", "
+        R8(16, 17, 18, 19, 20, 21, 22, 23) ", " R8(24, 25, 26, 27, 28, 29, 30, 31) ", "
+        R8(32, 33, 34, 35, 36, 37, 38, 39) ", " R8(40, 41, 42, 43, 44, 45, 46, 47) ", "
+        R8(48, 49, 50, 51, 52, 53, 54, 55) ", " R8(56, 57, 58, 59, 60, 61, 62, 63) ", "
+        R8(64, 65, 66, 67, 68, 69, 70, 71) ", " R8(72, 73, 74, 75, 76, 77, 78, 79) ", "
+        R8(80, 81, 82, 83, 84, 85, 86, 87) ", " R8(88, 89, 90, 91, 92, 93, 94, 95) ", "
+        R8(96, 97, 98, 99, 100, 101, 102, 103) ", " R8(104, 105, 106, 107, 108, 109, 110, 111) ", "
+        R8(112, 113, 114, 115, 116, 117, 118, 119) ", " R8(120, 121, 122, 123, 124, 125, 126, 127) "}, "
+        "%128, %129, p, 1, 1, 0, 0;\n}\n"
+        : F8(d, 0), F8(d, 8), F8(d, 16), F8(d, 24), F8(d, 32), F8(d, 40), F8(d, 48), F8(d, 56),
+          F8(d, 64), F8(d, 72), F8(d, 80), F8(d, 88), F8(d, 96), F8(d, 104), F8(d, 112), F8(d, 120)
+        : "l"(a), "l"(b), "r"(accumulate));
 }
 #undef R8
 #undef WITH_SHARED
