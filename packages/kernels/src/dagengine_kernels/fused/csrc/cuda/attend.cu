@@ -415,22 +415,6 @@ __device__ __forceinline__ void enter(
 #endif
 }
 
-// A warpgroup without rows gives the stages of a work's tiles back. That K's next bytes are in a stage does not say that V's
-// was given back by the other one: not before V's next bytes are there may this one give it back again.
-__device__ __forceinline__ void sit_out(const Shared& sh, Ring& ring, int lane) {
-    int flags;
-    do {
-        barrier_wait(sh.k_full(ring.stage), ring.parity);
-        flags = sh.headers[ring.stage].flags;
-        __syncwarp();
-        if (lane == 0) barrier_arrive(sh.k_empty(ring.stage));
-        barrier_wait(sh.v_full(ring.stage), ring.parity);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(sh.v_empty(ring.stage));
-        ring.next();
-    } while (!(flags & LAST));
-}
-
 __device__ __forceinline__ void consume(
     const Params& p, const Shared& sh, int worker, int first_slab, int thread, int group) {
     const int lane = thread & 31, t = lane & 3, g = lane >> 2, slab = first_slab + (thread >> 5);
@@ -446,11 +430,6 @@ __device__ __forceinline__ void consume(
     const int first_work = p.work_indptr[worker], end_work = p.work_indptr[worker + 1];
     for (int w = first_work; w < end_work; ++w) {
         const Work work = p.works[w];
-        if (first_slab && p.slots[work.tile * SLOTS + 64 / GROUP].x < 0) {
-            if (p.settled && w == first_work) await_previous();
-            sit_out(sh, ring, lane);
-            continue;
-        }
         Row r0 = make_row(p, work.tile, slab, g, 0, step), r1 = r0;
         if (PAIRED) ++r1.head; else r1 = make_row(p, work.tile, slab, g, 1, step);
         int ahead0 = reach_of(p, r0, make_int2(work.delta, work.vec));
