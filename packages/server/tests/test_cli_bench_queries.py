@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def test_rag_through_an_endpoint_tells_what_each_query_found(capsys: pytest.Capt
     for way, hits, overlap in (("cached, new order", 1.0, 1.0), ("cold", 0.0, 0.0)):
         assert found[f"span hit rate, {way}", None]["value"] == hits
         assert found[f"fragment overlap with the query before, {way}", None]["value"] == overlap
-        assert found[f"judge's input, {way}", None]["value"] == 2 + 16 + 3 * 41 + 10 + 1
+        assert found[f"judge's input, {way}", None]["value"] == 2 + 16 + 3 * 41 + 9
         assert found[f"fragment length, {way}", None]["value"] == 40
         assert found[f"padding, {way}", None]["value"] == found[f"cropping, {way}", None]["value"] == 0
         assert found[f"planning, {way}", None]["value"] > 0
@@ -94,7 +94,7 @@ def test_rag_through_an_endpoint_tells_what_each_query_found(capsys: pytest.Capt
 
 
 def test_a_hit_that_was_lost_shows_in_the_rate(small: Endpoint) -> None:
-    texts = Texts(small.count, 0)
+    texts = Texts(small.count, small.count_chat, 0)
     documents = [texts.text(40) for _ in range(3)]
 
     def ask(order: Sequence[str]) -> float:
@@ -116,7 +116,7 @@ def test_a_server_of_its_own_says_why_it_does_not_start_and_leaves_no_process(ti
 
 def test_a_name_that_is_released_knows_nothing_more(server: Server) -> None:
     with Endpoint(server.url) as endpoint:
-        texts = Texts(endpoint.count, 0)
+        texts = Texts(endpoint.count, endpoint.count_chat, 0)
         question = Question("a", [texts.text(30), texts.text(30)], "the a")
         endpoint.prepare(question.query(1), "one")
         assert hit_rate(endpoint.query(question.query(1), "one")) == 1.0
@@ -131,12 +131,12 @@ def test_nested_through_an_endpoint_judges_all_that_was_generated(capsys: pytest
     heats = ["--temperature", "0", "--temperature", "1"]
     rows = measure(capsys, "nested", *TINY, "--endpoint", "local", *sizes, *heats, "--repeats", "2")
     hot, cold = (by_metric(rows, f"question 5, temperature {heat}, through") for heat in (1, 0))
-    seen = 2 + 20 + 3 * 9 + 6 + 1
+    seen = 2 + 20 + 3 * 9 + 5
     assert hot["judge's input, span query", "prefix reuse"]["value"] == seen
     assert hot["judge's input, prefix reuse", None]["value"] == seen
-    assert hot["judge's tokens computed, span query", "prefix reuse"]["value"] == 7
+    assert hot["judge's tokens computed, span query", "prefix reuse"]["value"] == 5
     assert hot["judge's tokens computed, prefix reuse", None]["value"] == seen - 16, "the pages of the prompt"
-    assert hot["judge's input that was there, span query", "prefix reuse"]["value"] == 1 - 7 / seen
+    assert hot["judge's input that was there, span query", "prefix reuse"]["value"] == 1 - 5 / seen
     assert hot["candidate diversity, span query", "prefix reuse"]["value"] == 1.0
     assert hot["padding", None]["value"] == hot["cropping", None]["value"] == 0
     assert hot["candidate length, span query", "prefix reuse"]["n"] == 6
@@ -172,7 +172,7 @@ def test_nested_sweeps_temperatures_at_two_fan_outs_and_fan_outs_at_one_temperat
 def test_an_endpoint_that_runs_is_driven_with_its_own_tokenizer(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ["--documents", "2", "--tokens", "20", "--question", "9", "--repeats", "1", "--slow-repeats", "1"]
+    sizes = ["--documents", "2", "--tokens", "20", "--question", "24", "--repeats", "1", "--slow-repeats", "1"]
     found = by_metric(measure(capsys, "rag", "--endpoint", server.url, *sizes, "--answer", "1"))
     assert found["span hit rate, cached, new order", None]["value"] == 1.0
     assert found["padding, cached, new order", None]["value"] == 0
@@ -194,7 +194,7 @@ def test_bulk_counts_what_was_shared(capsys: pytest.CaptureFixture[str]) -> None
         assert hits == pytest.approx(1 - different / read), "all that is read again is found"
         rate = found["throughput, span queries", "plain prompts, prefix caching"]
         assert rate["ratio"] == pytest.approx(rate["value"] / rate["baseline_value"])
-        seen = 18 + 4 * 21 + 7 + 1
+        seen = 18 + 4 * 21 + 6
         assert found["judge's input, span queries", "plain prompts, prefix caching"]["value"] == seen
         plain = found["input that was there, plain prompts, prefix caching", None]["value"]
         assert plain < found["input that was there, span queries", "plain prompts, prefix caching"]["value"]
@@ -312,16 +312,31 @@ def test_sampled_ids_of_a_shape_are_the_same_ids_as_text(tiny_folder: Path) -> N
     assert tokenizer.decode([7, 8]) == f"{tokenizer.decode([7])} {tokenizer.decode([8])}"
 
 
+def _chat_of_marks(messages: Sequence[Mapping[str, str]], *, generate: bool) -> int:
+    """A bos, a role before every message's words and two marks behind, and three that ask for an answer."""
+    return 1 + sum(3 + len(message["content"].split()) for message in messages) + 3 * generate
+
+
 def test_texts_differ_and_are_as_long_as_asked() -> None:
-    texts = Texts(lambda text: len(text.split()), 0)
+    def texts_of(count: Callable[[str], int]) -> Texts:
+        return Texts(count, _chat_of_marks, 0)
+
+    texts = texts_of(lambda text: len(text.split()))
     assert len({texts.text(3) for _ in range(50)}) == 50
     with pytest.raises(CommandError, match="no words of one token"):
-        Texts(lambda text: len(text), 0)
-    few = Texts(lambda text: len(text.split()) if set(text.split()) <= {"a", "an"} | {"air"} else 99, 0)
+        texts_of(lambda text: len(text))
+    few = texts_of(lambda text: len(text.split()) if set(text.split()) <= {"a", "an"} | {"air"} else 99)
     with pytest.raises(CommandError, match="too few different texts of 1"):
         [few.text(1) for _ in range(9)]
     with pytest.raises(CommandError, match="is 1000 tokens"):
-        Texts(lambda text: 1000 if text.count(" ") > 1 else text.count(" ") + 1, 0).text(3)
+        texts_of(lambda text: 1000 if text.count(" ") > 1 else text.count(" ") + 1).text(3)
+
+
+def test_a_question_is_as_long_as_asked_with_its_marks() -> None:
+    texts = Texts(lambda text: len(text.split()), _chat_of_marks, 0)
+    assert len(texts.question(32).split()) == 32 - 3 - 3
+    with pytest.raises(CommandError, match="must be over 6"):
+        texts.question(6)
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,6 @@ STAGES = 4
 GROUP = 8
 """Cluster rows of x that all columns of outputs are computed for before the next ones."""
 
-LEAD = 2
-"""Steps by which a block's first warpgroup is ahead of its second."""
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -45,7 +42,7 @@ class Layout:
     Attributes:
         cluster: blocks of a cluster.
         stages: of the ring.
-        group, lead: see GROUP and LEAD.
+        group: see GROUP.
         row_tiles: of a cluster, over x.
         column_tiles: over the outputs.
         clusters: that work at once.
@@ -55,7 +52,6 @@ class Layout:
     cluster: int
     stages: int
     group: int
-    lead: int
     row_tiles: int
     column_tiles: int
     clusters: int
@@ -74,7 +70,7 @@ class Layout:
         return shared_bytes(self.stages)
 
     def macros(self) -> dict[str, int]:
-        return {"CLUSTER": self.cluster, "STAGES": self.stages, "GROUP": self.group, "LEAD": self.lead}
+        return {"CLUSTER": self.cluster, "STAGES": self.stages, "GROUP": self.group}
 
     def tile(self, index: int) -> tuple[int, int]:
         """The first row of x and the first output of a cluster's tile."""
@@ -99,7 +95,6 @@ def layout(
     cluster: int = CLUSTER,
     stages: int = STAGES,
     group: int = GROUP,
-    lead: int = LEAD,
 ) -> Layout | None:
     """The layout for `rows` rows, or None where there is none: rows of y must lie at multiples of 16 bytes, and a tile
     must have as many steps as the ring has stages."""
@@ -111,7 +106,7 @@ def layout(
         return None
     rounds = -(-row_tiles * column_tiles // (sms // cluster))
     busy = rows * outputs / (rounds * (sms // cluster) * cluster * ROWS * OUTPUTS)
-    return Layout(cluster, stages, group, lead, row_tiles, column_tiles, clusters, busy)
+    return Layout(cluster, stages, group, row_tiles, column_tiles, clusters, busy)
 
 
 class Params(ctypes.Structure):
@@ -199,7 +194,7 @@ def _kernel(macros: tuple[tuple[str, int], ...], device: int) -> Kernel:
 def variants() -> tuple[Variant, ...]:
     """What the compile gate builds."""
     found = []
-    for dtype, forced in ((2, {}), (1, {}), (2, {"cluster": 1}), (2, {"stages": 3, "lead": 0})):
+    for dtype, forced in ((2, {}), (1, {}), (2, {"cluster": 1}), (2, {"stages": 3})):
         chosen = layout(8192, 4096, 14336, 132, **forced)
         assert chosen is not None
         found.append(Variant("gated", "gated", (("DTYPE", dtype), *chosen.macros().items())))

@@ -49,7 +49,9 @@ def bulk(
     queries: Annotated[int | None, typer.Option(min=2, help="in all  [default: 2048]")] = None,
     fragments: Annotated[int | None, typer.Option(min=1, help="that a query reads  [default: 10]")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="of each fragment  [default: 100]")] = None,
-    question: Annotated[int | None, typer.Option(min=1, help="own tokens of a query  [default: 32]")] = None,
+    question: Annotated[
+        int | None, typer.Option(min=1, help="own tokens of a query, with its marks  [default: 32]")
+    ] = None,
     evidence: Annotated[
         Path | None,
         typer.Option(
@@ -100,7 +102,14 @@ def bulk(
         if common.shape is not None:
             write_tokenizer(Path(model), shape_config(common.shape))
         tokenizer = Tokenizer(find_model(model))
-        texts = Texts(lambda text: len(tokenizer.encode(text, add_special_tokens=False)), common.seed)
+
+        def count(text: str) -> int:
+            return len(tokenizer.encode(text, add_special_tokens=False))
+
+        def count_chat(messages: Sequence[Mapping[str, str]], *, generate: bool) -> int:
+            return len(tokenizer.chat(messages, generate=generate, has_context=False).input_ids)
+
+        texts = Texts(count, count_chat, common.seed)
         before = texts.text(SYSTEM)
         sizes = _Sizes(total, fragments or WIDTH, tokens or LENGTH, question or QUESTION)
         workloads = [given] if given is not None else [
@@ -149,7 +158,7 @@ class _Sizes:
         distinct = 1 + max(index for found in reads for index in found)
         return Workload(
             [texts.text(self.length) for _ in range(distinct)],
-            [texts.text(self.question) for _ in range(self.questions)],
+            [texts.question(self.question) for _ in range(self.questions)],
             reads,
             overlap,
         )

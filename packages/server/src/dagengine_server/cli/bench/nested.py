@@ -83,7 +83,7 @@ def nested(
         list[float] | None, typer.Option(min=0.0, help="of the candidates, repeatable  [default: 0.5]")
     ] = None,
     prompt: Annotated[int, typer.Option(min=1, help="tokens that all share")] = 512,
-    question: Annotated[int, typer.Option(min=1, help="own tokens of the judge")] = 32,
+    question: Annotated[int, typer.Option(min=1, help="own tokens of the judge, with its marks")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="of new candidates, each judged both ways")] = 10,
     endpoint: EndpointOption = None,
     api_key: ApiKey = None,
@@ -165,7 +165,7 @@ def _through_endpoint(
     where = circumstances(command_line("nested"), None if is_url(target) else common.threads.count)
     figures: list[Figure] = []
     with open_target(common, target, api_key, tokens=room, sequences=most + 4) as server:
-        texts = Texts(server.endpoint.count, common.seed)
+        texts = Texts(server.endpoint.count, server.endpoint.count_chat, common.seed)
         for (fan, heat), length in itertools.product(chosen, lengths):
             say(f"measuring {fan} candidates of {length} at temperature {heat:g}")
             says = f"{fan} candidates x {length}, prompt {sizes.prompt}, question {sizes.question}"

@@ -81,7 +81,7 @@ class NestedQueries:
     """The runs of one fan-out, candidate length and temperature.
 
     Args:
-        prompt, question, answer: tokens of what all share, of the judge's question and of its answer.
+        prompt, question, answer: tokens of what all share, of the judge's question as a message, of its answer.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class NestedQueries:
     ) -> None:
         self._endpoint, self._random = endpoint, random.Random(seed)
         self._fan, self._length, self._temperature, self._answer = fan, length, temperature, answer
-        self._prompt, self._task, self._question = (texts.text(n) for n in (prompt, TASK, question))
+        self._prompt, self._task = (texts.text(n) for n in (prompt, TASK))
+        self._question = texts.question(question)
         self._seed = 0
 
     def measure(self, case: str, repeats: int) -> list[Figure]:

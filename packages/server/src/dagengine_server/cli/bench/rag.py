@@ -58,7 +58,7 @@ def rag(
         list[int] | None, typer.Option(help="how many, repeatable  [default: 1, 2, 4, 8, 16, 32]")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="of each document")] = 2857,
-    question: Annotated[int, typer.Option(min=1, help="own tokens of a request")] = 64,
+    question: Annotated[int, typer.Option(min=1, help="own tokens of a request, with its marks")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="of cached and contiguous")] = 10,
     slow_repeats: Annotated[int, typer.Option(min=1, help="of cold and full")] = 3,
     endpoint: EndpointOption = None,
@@ -127,7 +127,7 @@ def _through_endpoint(
     where = circumstances(command_line("rag"), None if is_url(target) else common.threads.count)
     figures: list[Figure] = []
     with open_target(common, target, api_key, tokens=room, sequences=max(sizes) + 3) as server:
-        texts = Texts(server.endpoint.count, common.seed)
+        texts = Texts(server.endpoint.count, server.endpoint.count_chat, common.seed)
         for count in sizes:
             say(f"measuring {count} documents")
             case = f"{server.label}, {count} documents x {tokens}, question {question}, through the endpoint"

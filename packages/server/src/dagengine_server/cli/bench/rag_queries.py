@@ -70,7 +70,7 @@ class RagQueries:
     """The runs over so many documents.
 
     Args:
-        tokens, question, answer: of a document, a question, an answer.
+        tokens, question, answer: of a document's text, of a question as a message, of an answer.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class RagQueries:
     def _new(self, documents: Sequence[str]) -> Question:
         """A new question over the documents in a new order."""
         order = self._random.sample(documents, len(documents))
-        return Question(self._before, order, self._texts.text(self._question))
+        return Question(self._before, order, self._texts.question(self._question))
 
     def _take_turns(
         self, ways: Mapping[str, Callable[[], tuple[Question, Reply]]], warm_ups: int, repeats: int

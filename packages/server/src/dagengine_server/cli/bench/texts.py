@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
+from typing import Protocol
 
 from ..console import CommandError
 from .words import COMMON
+
+
+class CountChat(Protocol):
+    def __call__(self, messages: Sequence[Mapping[str, str]], *, generate: bool) -> int: ...
+
 
 TRIES = 100
 ENOUGH = 128
@@ -19,12 +26,14 @@ class Texts:
 
     Args:
         count: the tokens of a text, without special ones.
+        count_chat: the tokens of messages as a prompt, with or without what asks for an answer.
 
     Raises:
         CommandError: the tokenizer has not two such words.
     """
 
-    def __init__(self, count: Callable[[str], int], seed: int) -> None:
+    def __init__(self, count: Callable[[str], int], count_chat: CountChat, seed: int) -> None:
+        self._count_chat = count_chat
         self._count, self._random = count, random.Random(seed)
         good = (word for word in COMMON if count(f"{word} {word}") == 2)
         self._words = list(islice(good, ENOUGH))
@@ -42,6 +51,22 @@ class Texts:
                 self._check(text, tokens)
                 return text
         raise CommandError(f"there are too few different texts of {tokens} tokens", "tokens")
+
+    def question(self, tokens: int) -> str:
+        """A text that is `tokens` tokens as a user's message behind others, with what asks for its answer.
+
+        Raises: CommandError where so few are no text.
+        """
+        marks = self._marks_of_a_question
+        if tokens <= marks:
+            raise CommandError(f"must be over {marks}, which a message has besides its text", "question")
+        return self.text(tokens - marks)
+
+    @cached_property
+    def _marks_of_a_question(self) -> int:
+        system, user = ({"role": role, "content": self._words[0]} for role in ("system", "user"))
+        behind = self._count_chat([system], generate=False)
+        return self._count_chat([system, user], generate=True) - behind - 1
 
     def _check(self, text: str, tokens: int) -> None:
         """Once for each length: the words make no other tokens together."""

@@ -9,10 +9,9 @@
 //   sums         warpgroup g: rows 64 g .. of x by 256: the gate's 128, then up's       a thread has both of an output
 //   result       of each warpgroup [2 halves of 64 outputs][64 rows]                    128-byte swizzle, stored by tensor map
 //
-// The second warpgroup begins a tile LEAD steps behind the first: each gates its sums while the other multiplies. Nothing
-// that a row is summed from, nor its order, depends on other rows or on where it lies.
+// Nothing that a row is summed from, nor its order, depends on other rows or on where it lies.
 //
-// Configured by DTYPE (1 half, 2 bfloat16), CLUSTER (1 or 2), STAGES, GROUP and LEAD (0, or up to STAGES).
+// Configured by DTYPE (1 half, 2 bfloat16), CLUSTER (1 or 2), STAGES and GROUP.
 #define HALF_FLOAT (DTYPE == 1)
 #include "vectors.cuh"
 #include "hopper.cuh"
@@ -28,7 +27,6 @@ constexpr int BARRIERS = RING_BYTES + 2 * RESULT_BYTES;
 constexpr int CONSUMERS = 2;                        // warpgroups
 constexpr u16 ALL_BLOCKS = (1 << CLUSTER) - 1;
 static_assert(CLUSTER == 1 || CLUSTER == 2);
-static_assert(0 <= LEAD && LEAD <= STAGES);
 
 struct Launch {
     TensorMap x;         // [rows, inputs rounded up to a multiple of 8], box [128, 64], 128-byte swizzle
@@ -101,8 +99,6 @@ __device__ __forceinline__ float silu_times_fast(float gate, float up) {
 }
 
 __device__ __forceinline__ void group_meets(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
-__device__ __forceinline__ void let_second_begin() { asm volatile("bar.arrive 3, 256;" ::: "memory"); }
-__device__ __forceinline__ void await_first() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
 
 // A warpgroup's sums to y, through `result` in shared memory.
 __device__ __forceinline__ void finish(const Launch& p, const float (&d)[128], u32 result, int row, int output, int group, int thread) {
@@ -136,7 +132,6 @@ __device__ __forceinline__ void consume(const Launch& p, Ring ring, int rank, in
     float d[128];
     for (int index = blockIdx.x / CLUSTER; index < tiles; index += gridDim.x / CLUSTER) {
         const Tile tile = tile_at(p, index);
-        if (LEAD && group == 1) await_first();
         u32 before = 0;   // of the products under way, the stage's barrier
         for (int step = 0; step < p.steps; ++step, ring.advance()) {
             barrier_wait(ring.full(), ring.parity);
@@ -150,7 +145,6 @@ __device__ __forceinline__ void consume(const Launch& p, Ring ring, int rank, in
             hold(d);
             if (step) release(before, lane);
             before = ring.empty();
-            if (LEAD && group == 0 && step == LEAD - 1) let_second_begin();
         }
         mma_wait<0>();
         release(before, lane);
