@@ -11,7 +11,7 @@ import pytest
 from scripted_text import text_engine
 
 from dagengine import LLM, BulkItem, DagError
-from dagengine.bulk import order_queries
+from dagengine.bulk_order import order_queries
 from dagengine.query_run import QueryRun
 from dagengine_core_graph.query import Retrieve, cross, g, plus, retrieve, user
 

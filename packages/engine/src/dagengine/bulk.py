@@ -1,9 +1,4 @@
-"""Many queries at once: in which order, how many together, and what each of them came to.
-
-Order, a greedy heuristic for temporal locality: of a pool of as many pages as the budget says, filled and emptied as by
-least recent use, the next query is always the one of which most fragment tokens are in the pool; where none has any
-there, the one whose fragments are wanted most by others; of equal ones the first given. The order changes nothing but
-what is found in the cache.
+"""Many queries at once: how many together, and what each of them came to; in which order, `bulk_order` says.
 
 Windows: neighbours run together as one submission, in which an equal fragment is one node for all of them. Three
 windows run at once, so that steps stay full while the first of them ends and its results are made, and another is
@@ -20,9 +15,7 @@ In a window fragments that the next one shares are computed first.
 
 from __future__ import annotations
 
-import heapq
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -30,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagengine_core_graph.query import FindFragments, Query
 
+from .bulk_order import ORDERS, order_queries, windows_of
 from .core import EngineCore
 from .errors import DagError
 from .inputs import new_request_id
@@ -44,8 +38,6 @@ if TYPE_CHECKING:
 DEFAULT_WINDOW = 64
 AT_ONCE = 3
 """Windows."""
-
-ORDERS = ("locality", "given")
 
 
 @dataclass(frozen=True)
@@ -219,7 +211,7 @@ class _Bulk:
             ordered = [ordered[place] for place in order_queries(list(wanted.values()), self.budget)]
         together = None if self.window == 1 else self.budget
         room = self.budget if together is None else max(1, self.budget // AT_ONCE)
-        windows = list(_windows(ordered, wanted, room, self.window))
+        windows = list(windows_of(ordered, wanted, room, self.window))
         computed = _Windows(self.llm, encoded, wanted, self.settings, self.ended).run(windows, together)
         items = self.ended.items()
         results = [item.result for item in items if item.result is not None]
@@ -240,70 +232,6 @@ class _Bulk:
             except DagError as error:
                 self.ended.add(BulkItem(index, None, error))
         return encoded
-
-
-def order_queries(wanted: Sequence[Mapping[Any, int]], budget: int) -> list[int]:
-    """The greedy order.
-
-    Args:
-        wanted: per query the pages of each of its fragments.
-        budget: pages of the pool.
-
-    Returns:
-        Indices, in O(w log w) for w wanted fragments in all.
-    """
-    readers: dict[Any, list[int]] = {}
-    for index, fragments in enumerate(wanted):
-        for fragment in fragments:
-            readers.setdefault(fragment, []).append(index)
-    popular = [sum((len(readers[f]) - 1) * pages for f, pages in found.items()) for found in wanted]
-    there = [0] * len(wanted)
-    waiting = [(0, -popular[index], index) for index in range(len(wanted))]
-    heapq.heapify(waiting)
-    pool: OrderedDict[Any, int] = OrderedDict()
-    used, done, ordered = 0, set[int](), list[int]()
-
-    def shift(fragment: Any, pages: int) -> None:
-        for reader in readers[fragment]:
-            if reader not in done:
-                there[reader] += pages
-                heapq.heappush(waiting, (-there[reader], -popular[reader], reader))
-
-    while waiting:
-        found, _, index = heapq.heappop(waiting)
-        if index in done or -found != there[index]:
-            continue
-        done.add(index)
-        ordered.append(index)
-        for fragment, pages in wanted[index].items():
-            if fragment in pool:
-                pool.move_to_end(fragment)
-                continue
-            pool[fragment] = pages
-            used += pages
-            shift(fragment, pages)
-        while used > budget and len(pool) > 1:
-            fragment, pages = pool.popitem(last=False)
-            used -= pages
-            shift(fragment, -pages)
-    return ordered
-
-
-def _windows(
-    ordered: Sequence[int], wanted: Mapping[int, Mapping[Any, int]], budget: int, most: int
-) -> Iterator[list[int]]:
-    """Neighbours that run together: at most so many, and while their fragments fit; one always does."""
-    chosen: list[int] = []
-    pages: dict[Any, int] = {}
-    for index in ordered:
-        more = {**pages, **wanted[index]}
-        if chosen and (len(chosen) == most or sum(more.values()) > budget):
-            yield chosen
-            chosen, more = [], dict(wanted[index])
-        chosen.append(index)
-        pages = more
-    if chosen:
-        yield chosen
 
 
 @dataclass(frozen=True)
