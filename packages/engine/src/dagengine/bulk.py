@@ -269,9 +269,7 @@ class _Windows:
                     window.run.keep(window.pages.keys() & pages.keys())
                 queries = [self.encoded[index] for index in chosen]
                 run = QueryRun(self.llm, queries, self.settings, first=soon)
-                running.append(
-                    _Window(chosen, pages, run)
-                )  # before it starts: an interrupt may come as it does
+                running.append(_Window(chosen, pages, run))  # before it starts: it may be interrupted
                 try:
                     run.start()
                 except DagError as error:
