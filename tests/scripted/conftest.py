@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -15,6 +16,12 @@ def step_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """How the steps of every engine of this test follow each other; see `scripted_model.MODES`."""
     monkeypatch.setattr("scripted_model.default_mode", request.param)
     return str(request.param)
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest keeps log records, and a record of a failed step keeps its frames and their nodes."""
+    monkeypatch.setattr(logging.getLogger("dagengine"), "disabled", True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from scripted_text import text_engine
 
 from dagengine import LLM, BulkItem, DagError
-from dagengine.bulk import order_queries
+from dagengine.bulk_order import order_queries
 from dagengine.query_run import QueryRun
 from dagengine_core_graph.query import Retrieve, cross, g, plus, retrieve, user
 
@@ -255,6 +255,32 @@ def test_results_are_kept_where_that_is_asked_for(llm: LLM) -> None:
     assert judge.text
     judge.close()
     found.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        ({"position": "sideways"}, "policy_unsupported"),
+        ({"position": 5}, "invalid_request"),
+        ({"backend": "none"}, "unsupported"),
+        ({"max_tokens": 0}, "invalid_request"),
+        ({"seed": "x"}, "invalid_request"),
+        ({"keep": "yes"}, "invalid_request"),
+        ({"cache_salt": ""}, "invalid_request"),
+        ({"reduce": 1}, "invalid_request"),
+        ({"retriever": "fts5"}, "invalid_request"),
+    ],
+    ids=str,
+)
+def test_an_option_that_is_wrong_for_any_query_is_refused_once_before_anything_runs(
+    llm: LLM, wrong: dict[str, Any], code: str
+) -> None:
+    ended: list[BulkItem] = []
+    for queries in ([], [asking(0, 1), 7, asking(1, 1)]):
+        with pytest.raises(DagError) as error:
+            llm.query_bulk(queries, on_item=ended.append, **{**OPTIONS, **wrong})
+        assert (error.value.code, error.value.field) == (code, next(iter(wrong)))
+    assert not ended and llm.engine.ask(lambda core: core.stats.steps) == 0
 
 
 @pytest.mark.parametrize("wrong", [{"order": "best"}, {"window": 0}, {"budget_pages": 0}, {"window": True}])

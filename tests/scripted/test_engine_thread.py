@@ -80,7 +80,7 @@ def test_a_group_that_is_refused_cancels_nobody() -> None:
     long = SamplingParams(max_tokens=100, temperature=0.0)
     try:
         engine.submit([question("q", sampling=long)], listener).result(20)
-        assert refused(lambda: Submitted(engine, lambda core: [question("q")])).field == "id"
+        assert refused(Submitted(engine, lambda core: [question("q")]).start).field == "id"
         listener.wait(1)
         assert listener.ends["q"].error is None
     finally:

@@ -115,6 +115,7 @@ def test_a_refused_submission_ends_nobody_elses_request_of_that_id() -> None:
     with LLM(core=scripted_core()) as llm:
         long = Request("same", (1, 2, 3), SamplingParams(max_tokens=100, temperature=0.0))
         first = Submitted(llm.engine, lambda core: [long])
+        first.start()
         with pytest.raises(DagError) as error:
             llm.run([long])
         assert (error.value.code, error.value.field) == ("invalid_request", "id")

@@ -5,23 +5,17 @@ To repeat a failure: `run_world(seed, graphs)` with the numbers that the message
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 
 import pytest
 from simulator import Settings, run_world
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 WORLDS_PER_TEST = 6
 GRAPHS_PER_WORLD = 8
 TESTS = 11
 OVERLAPPED = {"late": 3, "overlap": 1}
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest keeps log records, and a record of a failed step keeps its frames and their nodes."""
-    monkeypatch.setattr(logging.getLogger("dagengine"), "disabled", True)
-
 
 PARTS = [("at once", part) for part in range(TESTS)]
 PARTS += [(mode, TESTS + part) for mode, parts in OVERLAPPED.items() for part in range(parts)]

@@ -1,9 +1,4 @@
-"""Many queries at once: in which order, how many together, and what each of them came to.
-
-Order, a greedy heuristic for temporal locality: of a pool of as many pages as the budget says, filled and emptied as by
-least recent use, the next query is always the one of which most fragment tokens are in the pool; where none has any
-there, the one whose fragments are wanted most by others; of equal ones the first given. The order changes nothing but
-what is found in the cache.
+"""Many queries at once: how many together, and what each of them came to; in which order, `bulk_order` says.
 
 Windows: neighbours run together as one submission, in which an equal fragment is one node for all of them. Three
 windows run at once, so that steps stay full while the first of them ends and its results are made, and another is
@@ -20,19 +15,22 @@ In a window fragments that the next one shares are computed first.
 
 from __future__ import annotations
 
-import heapq
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from dagengine_core_graph.query import Query
+from dagengine_core_graph.query import FindFragments, Query
 
+from .bulk_order import ORDERS, order_queries, windows_of
+from .core import EngineCore
 from .errors import DagError
+from .inputs import new_request_id
 from .queries import EncodedQuery, QueryOptions, fragment_keys
 from .query_results import QueryResult, QueryTokens
 from .query_run import QueryRun, result_of
+from .request import Keep, Request
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -40,8 +38,6 @@ if TYPE_CHECKING:
 DEFAULT_WINDOW = 64
 AT_ONCE = 3
 """Windows."""
-
-ORDERS = ("locality", "given")
 
 
 @dataclass(frozen=True)
@@ -90,6 +86,9 @@ def run_bulk(
     budget_pages: int | None = None,
     window: int = DEFAULT_WINDOW,
     on_item: Callable[[BulkItem], None] | None = None,
+    retriever: FindFragments | None = None,
+    reduce: int | None = None,
+    keep: bool | Keep = False,
     **options: Any,
 ) -> BulkResult:
     """Run many queries. One that fails harms no other.
@@ -100,142 +99,139 @@ def run_bulk(
         window: most queries of one submission; three run at once, unless it is 1.
         on_item: called with each query once it has ended, in the order in which they end. If it raises, nothing more
             runs.
-        options: as of `LLM.query`; `keep` is False unless given.
+        retriever, reduce, keep, options: as of `LLM.query`.
 
     Raises:
-        DagError: `invalid_request` for a wrong order, budget or window, and for an `on_item` that raises; the states
-            of all answers are released then.
+        DagError: an argument that is wrong whatever the queries are, before anything runs; `invalid_request` for an
+            `on_item` that raises; the states of all answers are released then.
     """
     if order not in ORDERS:
         raise DagError("invalid_request", f"order is one of {', '.join(ORDERS)}, not {order!r}", "order")
-    size, pool = llm.engine.ask(lambda core: (core.store.page_size, core.store.num_pages))
-    budget = max(1, pool * 3 // 4) if budget_pages is None else budget_pages
-    for name, value in (("budget_pages", budget), ("window", window)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise DagError("invalid_request", f"{name} is an integer from 1, not {value!r}", name)
-    if on_item is not None and not callable(on_item):
-        raise DagError("invalid_request", f"on_item is called, unlike {on_item!r}", "on_item")
-    items: dict[int, BulkItem] = {}
+    least_of = {
+        "window": (window, 1),
+        "budget_pages": (1 if budget_pages is None else budget_pages, 1),
+        "reduce": (2 if reduce is None else reduce, 2),
+    }
+    for name, (value, least) in least_of.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise DagError("invalid_request", f"{name} is an integer from {least}, not {value!r}", name)
+    for name, function in (("on_item", on_item), ("retriever", retriever)):
+        if function is not None and not callable(function):
+            raise DagError("invalid_request", f"{name} is called, unlike {function!r}", name)
+    settings = llm.query_options(keep=keep, **options)
+    page_size, num_pages = llm.engine.ask(partial(_pool, settings=settings))
+    ended = _Ended(on_item)
+    bulk = _Bulk(
+        llm=llm,
+        settings=settings,
+        retriever=retriever,
+        reduce=reduce,
+        order=order,
+        budget=max(1, num_pages * 3 // 4) if budget_pages is None else budget_pages,
+        window=window,
+        page_size=page_size,
+        ended=ended,
+    )
+    try:
+        return bulk.run(queries)
+    except BaseException:
+        ended.close()
+        raise
 
-    def end(*ended: BulkItem) -> None:
-        items.update((item.index, item) for item in ended)
-        for item in ended if on_item is not None else ():
+
+def _pool(core: EngineCore, settings: QueryOptions) -> tuple[int, int]:
+    """Page size and number of pages of an engine. Raises DagError for what it would refuse of any request."""
+    any_request = Request(
+        new_request_id(), (0,), None, position=settings.position, backend=settings.backend, salt=settings.salt
+    )
+    core.check(any_request)
+    core.preparer.prepare(any_request, [])
+    return core.store.page_size, core.store.num_pages
+
+
+class _Ended:
+    """The queries that have ended, by their place; each is told to `on_item` as it ends."""
+
+    def __init__(self, on_item: Callable[[BulkItem], None] | None) -> None:
+        self._items: dict[int, BulkItem] = {}
+        self._on_item = on_item
+
+    def add(self, *items: BulkItem) -> None:
+        """Raises DagError `invalid_request` where `on_item` raises."""
+        self._items.update((item.index, item) for item in items)
+        for item in items if self._on_item is not None else ():
             try:
-                on_item(item)
+                self._on_item(item)
             except Exception as error:
                 message = f"it raised at query {item.index}: {type(error).__name__}: {error}"
                 raise DagError("invalid_request", message, "on_item") from error
 
-    try:
-        return _run_all(llm, queries, order, budget, window, size, options, items, end)
-    except BaseException:
-        for item in items.values():
+    def items(self) -> tuple[BulkItem, ...]:
+        """In the order in which the queries were given."""
+        return tuple(self._items[index] for index in sorted(self._items))
+
+    def close(self) -> None:
+        """Release the states of all answers."""
+        for item in self._items.values():
             if item.result is not None:
                 item.result.close()
-        raise
 
 
-def _run_all(
-    llm: LLM,
-    queries: Sequence[Query | str],
-    order: str,
-    budget: int,
-    window: int,
-    page_size: int,
-    options: Mapping[str, Any],
-    items: Mapping[int, BulkItem],
-    end: Callable[..., None],
-) -> BulkResult:
-    """Plan, order and run; every query goes through `end`, which puts it into `items`."""
-    encoded: dict[int, EncodedQuery] = {}
-    settings: QueryOptions | None = None
-    for index, query in enumerate(queries):
-        try:
-            encoded[index], settings = llm.query_call(query, **{"keep": False, **options})
-        except DagError as error:
-            end(BulkItem(index, None, error))
-    if settings is None:
-        return BulkResult(_sorted(items), (), QueryTokens(0, 0), QueryTokens(0, 0))
-    wanted = {
-        index: {key: -(-len(key.input_ids) // page_size) for key in fragment_keys([query], settings)}
-        for index, query in encoded.items()
-    }
-    ordered = list(encoded)
-    if order == "locality":
-        ordered = [ordered[place] for place in order_queries(list(wanted.values()), budget)]
-    reads = sum(len(found) for found in wanted.values())
-    room = budget if window == 1 else max(1, budget // AT_ONCE)
-    windows = list(_windows(ordered, wanted, room, window))
-    computed = _Windows(llm, encoded, wanted, settings, end).run(windows, None if window == 1 else budget)
-    results = [item.result for item in items.values() if item.result is not None]
-    tokens = QueryTokens(
-        sum(result.tokens.input for result in results), sum(result.tokens.computed for result in results)
-    )
-    return BulkResult(_sorted(items), tuple(ordered), tokens, QueryTokens(reads, computed))
+@dataclass(frozen=True)
+class _Bulk:
+    """Plans, orders and runs queries.
 
-
-def order_queries(wanted: Sequence[Mapping[Any, int]], budget: int) -> list[int]:
-    """The greedy order.
-
-    Args:
-        wanted: per query the pages of each of its fragments.
-        budget: pages of the pool.
-
-    Returns:
-        Indices, in O(w log w) for w wanted fragments in all.
+    Attributes:
+        budget: KV pages that fragments may take.
+        window: most queries of one submission.
+        page_size: tokens.
     """
-    readers: dict[Any, list[int]] = {}
-    for index, fragments in enumerate(wanted):
-        for fragment in fragments:
-            readers.setdefault(fragment, []).append(index)
-    popular = [sum((len(readers[f]) - 1) * pages for f, pages in found.items()) for found in wanted]
-    there = [0] * len(wanted)
-    waiting = [(0, -popular[index], index) for index in range(len(wanted))]
-    heapq.heapify(waiting)
-    pool: OrderedDict[Any, int] = OrderedDict()
-    used, done, ordered = 0, set[int](), list[int]()
 
-    def shift(fragment: Any, pages: int) -> None:
-        for reader in readers[fragment]:
-            if reader not in done:
-                there[reader] += pages
-                heapq.heappush(waiting, (-there[reader], -popular[reader], reader))
+    llm: LLM
+    settings: QueryOptions
+    retriever: FindFragments | None
+    reduce: int | None
+    order: str
+    budget: int
+    window: int
+    page_size: int
+    ended: _Ended
 
-    while waiting:
-        found, _, index = heapq.heappop(waiting)
-        if index in done or -found != there[index]:
-            continue
-        done.add(index)
-        ordered.append(index)
-        for fragment, pages in wanted[index].items():
-            if fragment in pool:
-                pool.move_to_end(fragment)
-                continue
-            pool[fragment] = pages
-            used += pages
-            shift(fragment, pages)
-        while used > budget and len(pool) > 1:
-            fragment, pages = pool.popitem(last=False)
-            used -= pages
-            shift(fragment, -pages)
-    return ordered
+    def run(self, queries: Sequence[Query | str]) -> BulkResult:
+        """Every query goes through `ended`."""
+        encoded = self._encode(queries)
+        wanted = {
+            index: {
+                key: -(-len(key.input_ids) // self.page_size) for key in fragment_keys([query], self.settings)
+            }
+            for index, query in encoded.items()
+        }
+        ordered = list(encoded)
+        if self.order == "locality":
+            ordered = [ordered[place] for place in order_queries(list(wanted.values()), self.budget)]
+        together = None if self.window == 1 else self.budget
+        room = self.budget if together is None else max(1, self.budget // AT_ONCE)
+        windows = list(windows_of(ordered, wanted, room, self.window))
+        computed = _Windows(self.llm, encoded, wanted, self.settings, self.ended).run(windows, together)
+        items = self.ended.items()
+        results = [item.result for item in items if item.result is not None]
+        tokens = QueryTokens(
+            sum(result.tokens.input for result in results), sum(result.tokens.computed for result in results)
+        )
+        reads = sum(len(found) for found in wanted.values())
+        return BulkResult(items, tuple(ordered), tokens, QueryTokens(reads, computed))
 
-
-def _windows(
-    ordered: Sequence[int], wanted: Mapping[int, Mapping[Any, int]], budget: int, most: int
-) -> Iterator[list[int]]:
-    """Neighbours that run together: at most so many, and while their fragments fit; one always does."""
-    chosen: list[int] = []
-    pages: dict[Any, int] = {}
-    for index in ordered:
-        more = {**pages, **wanted[index]}
-        if chosen and (len(chosen) == most or sum(more.values()) > budget):
-            yield chosen
-            chosen, more = [], dict(wanted[index])
-        chosen.append(index)
-        pages = more
-    if chosen:
-        yield chosen
+    def _encode(self, queries: Sequence[Query | str]) -> dict[int, EncodedQuery]:
+        """By index; a query that cannot be planned ends here."""
+        encoded: dict[int, EncodedQuery] = {}
+        for index, query in enumerate(queries):
+            try:
+                encoded[index] = self.llm.encode_query(
+                    query, self.settings, retriever=self.retriever, reduce=self.reduce
+                )
+            except DagError as error:
+                self.ended.add(BulkItem(index, None, error))
+        return encoded
 
 
 @dataclass(frozen=True)
@@ -249,17 +245,13 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Windows:
-    """Runs windows of queries, `AT_ONCE` of them.
-
-    Attributes:
-        end: called with the queries of a window that has ended.
-    """
+    """Runs windows of queries, `AT_ONCE` of them."""
 
     llm: LLM
     encoded: Mapping[int, EncodedQuery]
     wanted: Mapping[int, Mapping[Any, int]]
     settings: QueryOptions
-    end: Callable[..., None]
+    ended: _Ended
 
     def run(self, windows: Sequence[Sequence[int]], budget: int | None) -> int:
         """Run all in this order, several at once while their fragments fit the budget; one at a time without it.
@@ -276,12 +268,13 @@ class _Windows:
                 for window in running:
                     window.run.keep(window.pages.keys() & pages.keys())
                 queries = [self.encoded[index] for index in chosen]
+                run = QueryRun(self.llm, queries, self.settings, first=soon)
+                running.append(_Window(chosen, pages, run))  # before it starts: it may be interrupted
                 try:
-                    run = QueryRun(self.llm, queries, self.settings, first=soon)
+                    run.start()
                 except DagError as error:
+                    del running[-1]
                     computed += self._end_all(running) + self._one_by_one(chosen, error)
-                    continue
-                running.append(_Window(chosen, pages, run))
             return computed + self._end_all(running)
         except BaseException:
             for window in running:
@@ -306,13 +299,13 @@ class _Windows:
                 ended.append(BulkItem(index, result, None))
             except DagError as error:
                 ended.append(BulkItem(index, None, _alone(error)))
-        self.end(*ended)
+        self.ended.add(*ended)
         return len(run.job.fragments)
 
     def _one_by_one(self, chosen: Sequence[int], refusal: DagError) -> int:
         """A query whose requests are refused as they stand refuses the submission: it ends alone, the others run."""
         if len(chosen) == 1:
-            self.end(BulkItem(chosen[0], None, refusal))
+            self.ended.add(BulkItem(chosen[0], None, refusal))
             return 0
         return sum(self.run([[index]], None) for index in chosen)
 
@@ -333,7 +326,3 @@ def _alone(error: DagError) -> DagError:
     if field is not None and field.startswith("queries["):
         field = field.partition("].")[2]
     return DagError(error.code, error.message, field)
-
-
-def _sorted(items: Mapping[int, BulkItem]) -> tuple[BulkItem, ...]:
-    return tuple(items[index] for index in sorted(items))

@@ -175,26 +175,28 @@ class LLM:
         *,
         retriever: FindFragments | None = None,
         reduce: int | None = None,
+        **options: Any,
+    ) -> tuple[EncodedQuery, QueryOptions]:
+        """What `query` would run, which takes the same arguments; takes as long as tokenizing does."""
+        settings = self.query_options(**options)
+        return self.encode_query(query, settings, retriever=retriever, reduce=reduce), settings
+
+    def query_options(
+        self,
+        *,
         position: str | None = None,
         backend: str | None = None,
         max_tokens: int = MAX_TOKENS,
         seed: int | None = None,
         keep: bool | Keep = True,
         cache_salt: str | None = None,
-    ) -> tuple[EncodedQuery, QueryOptions]:
-        """What `query` would run, which takes the same arguments; takes as long as tokenizing does."""
-        if isinstance(query, str):
-            try:
-                query = user(query)
-            except GraphError as error:
-                raise as_dag_error(error) from None
-        if not isinstance(query, Query):
-            raise DagError("invalid_request", f"a query or a text is needed, not {shown(query)}", "query")
+    ) -> QueryOptions:
+        """How `query` would run any query, from the same options. Raises DagError for one that is wrong by itself."""
         if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
             raise DagError("invalid_request", f"cache_salt is a text, not {shown(cache_salt)}", "cache_salt")
         require_unicode(cache_salt or "", "cache_salt")
         checked = SamplingParams.from_mapping({"max_tokens": max_tokens, "seed": seed})
-        settings = QueryOptions(
+        return QueryOptions(
             position=self._position if position is None else position,
             backend=backend,
             salt=cache_salt or "",
@@ -203,8 +205,24 @@ class LLM:
             keep=keep_of(keep),
             fragment_ttl_s=self.fragments.ttl_s,
         )
-        encoded = encode_query(query, self.prompts, salt=settings.salt, retriever=retriever, reduce=reduce)
-        return encoded, settings
+
+    def encode_query(
+        self,
+        query: Query | str,
+        options: QueryOptions,
+        *,
+        retriever: FindFragments | None = None,
+        reduce: int | None = None,
+    ) -> EncodedQuery:
+        """The query as it would run; takes as long as tokenizing does. Raises DagError as `queries.encode_query`."""
+        if isinstance(query, str):
+            try:
+                query = user(query)
+            except GraphError as error:
+                raise as_dag_error(error) from None
+        if not isinstance(query, Query):
+            raise DagError("invalid_request", f"a query or a text is needed, not {shown(query)}", "query")
+        return encode_query(query, self.prompts, salt=options.salt, retriever=retriever, reduce=reduce)
 
     def explain(
         self,
@@ -300,9 +318,15 @@ class LLM:
     ) -> list[FinishedEvent]:
         """Submit requests as one group and wait for their terminal events, in the order of the requests.
 
-        An interrupt while it waits cancels what has not finished and releases the states of what has.
+        An interrupt cancels what has not finished and releases the states of what has.
         """
-        return Submitted(self.engine, lambda core: requests, on_event).wait()
+        submitted = Submitted(self.engine, lambda core: requests, on_event)
+        try:
+            submitted.start()
+            return submitted.wait()
+        except BaseException:
+            submitted.cancel()
+            raise
 
     def close(self) -> None:
         """Cancel what runs and stop the engine; states end with it."""

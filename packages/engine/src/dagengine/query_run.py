@@ -30,14 +30,7 @@ class QuerySubmission:
 
     Args:
         seeds, first, prepare_only: as of `query_job`.
-
-    Attributes:
-        job: what was submitted; set when it is made, as `facts`.
-        facts: of the engine.
     """
-
-    job: QueryJob
-    facts: Mapping[str, object]
 
     def __init__(
         self,
@@ -51,29 +44,37 @@ class QuerySubmission:
     ) -> None:
         self._fragments, self._keys = fragments, fragment_keys(queries, options)
         self._make = partial(query_job, queries, options, seeds=seeds, first=first, prepare_only=prepare_only)
+        self._made: tuple[QueryJob, Mapping[str, object]] | None = None
+
+    @property
+    def job(self) -> QueryJob:
+        """What was submitted. The engine has taken it by now."""
+        assert self._made is not None
+        return self._made[0]
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """Of the engine, which has taken it by now."""
+        assert self._made is not None
+        return self._made[1]
 
     def __call__(self, core: EngineCore) -> Sequence[Request]:
         """On the engine's thread. Raises DagError as `query_job`."""
-        self.job, self.facts = self._make(self._fragments.find(core, self._keys)), core.facts
+        self._made = self._make(self._fragments.find(core, self._keys)), core.facts
         return self.job.requests
 
     def locate(self, core: EngineCore, error: DagError) -> DagError:
-        """Why it was refused, located as by `locate_refusal`. On the engine's thread."""
-        return locate_refusal(core, self.job, error) if hasattr(self, "job") else error
+        """Why it was refused, located as by `locate_refusal`; what `query_job` raised is. On the engine's thread."""
+        return error if self._made is None else locate_refusal(core, self.job, error)
 
 
 class QueryRun:
-    """Queries that run as one submission, from its acceptance until `finish` or `cancel`.
+    """Queries that run as one submission, from `start` until `finish` or `cancel`.
+
+    An interrupt ends nothing: whoever made the run cancels it then.
 
     Args:
         seeds, first: as of `query_job`.
-
-    Attributes:
-        job: what was submitted.
-        facts: of the engine.
-
-    Raises:
-        DagError: the submission was refused as a whole.
     """
 
     def __init__(
@@ -88,12 +89,26 @@ class QueryRun:
     ) -> None:
         asked = QuerySubmission(llm.fragments, queries, options, seeds=seeds, first=first)
         forward = None if on_event is None else (lambda event: on_event(asked.job, event))
-        try:
-            self._submitted = Submitted(llm.engine, asked, forward)
-        except DagError as error:
-            raise llm.engine.ask(partial(asked.locate, error=error)) from None
-        self.job, self.facts, self._llm = asked.job, asked.facts, llm
+        self._llm, self._asked = llm, asked
+        self._submitted = Submitted(llm.engine, asked, forward)
         self._kept: set[str] = set()
+
+    @property
+    def job(self) -> QueryJob:
+        """What was started."""
+        return self._asked.job
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """Of the engine that it was started on."""
+        return self._asked.facts
+
+    def start(self) -> None:
+        """Submit the queries. Raises DagError: they were refused as a whole."""
+        try:
+            self._submitted.start()
+        except DagError as error:
+            raise self._llm.engine.ask(partial(self._asked.locate, error=error)) from None
 
     def keep(self, keys: Collection[FragmentKey]) -> None:
         """Wait for those of the fragments that are computed here, and keep them for whoever comes next."""
@@ -107,7 +122,7 @@ class QueryRun:
         return {event.request_id: event for event in events}
 
     def cancel(self) -> None:
-        """End what has not finished, and release what nobody has taken over. Does not wait."""
+        """End what has not finished, and release what nobody has taken over. At any time; does not wait."""
         self._submitted.cancel()
 
     def _keep(self, events: Sequence[FinishedEvent]) -> None:
@@ -130,7 +145,12 @@ def run_queries(
         DagError: the submission was refused as a whole.
     """
     run = QueryRun(llm, queries, options, seeds=seeds, on_event=on_event)
-    found = run.finish()
+    try:
+        run.start()
+        found = run.finish()
+    except BaseException:
+        run.cancel()
+        raise
     return run.job, found, run.facts
 
 

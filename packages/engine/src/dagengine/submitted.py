@@ -15,14 +15,13 @@ from .request import Event, FinishedEvent, Request
 
 
 class Submitted:
-    """A group from its acceptance on. One thread waits.
+    """A group from `start` on, until all of it has ended or `cancel`. One thread starts it and waits.
+
+    An interrupt of that thread, also within `start` and `wait`, ends nothing: whoever made the group cancels it then.
 
     Args:
         make: gives the group when it is submitted.
         on_event: called with every event, on the engine's thread; what it raises is logged.
-
-    Raises:
-        DagError: the group was refused.
     """
 
     def __init__(
@@ -31,7 +30,7 @@ class Submitted:
         make: MakeRequests,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        self._engine, self._on_event = engine, on_event
+        self._engine, self._make, self._on_event = engine, make, on_event
         self._ids: list[str] = []
         self._finished: dict[str, FinishedEvent] = {}
         self._taken: set[str] = set()
@@ -39,39 +38,36 @@ class Submitted:
         self._lock = threading.Lock()
         self._come: SimpleQueue[None] = SimpleQueue()
 
+    def start(self) -> None:
+        """Submit the group. Raises DagError: it was refused."""
+
         def made(core: EngineCore) -> Sequence[Request]:
-            requests = make(core)
+            requests = self._make(core)
             self._ids = [request.id for request in requests]
             return requests
 
         try:
-            engine.ask_made(made, self._collect)
-        except DagError:  # nothing of it runs, and an id of it may be somebody else's
-            raise
-        except BaseException:
-            self.cancel()
+            self._engine.ask_made(made, self._collect)
+        except DagError:
+            self._ids = []  # nothing of it runs, and an id of it may be somebody else's
             raise
 
     def wait(self, request_ids: Sequence[str] | None = None) -> list[FinishedEvent]:
-        """The terminal events of these requests, or of all, in order. From here on their states are the caller's.
-
-        An interrupt cancels the group.
-        """
+        """The terminal events of these requests, or of all, in order. From here on their states are the caller's."""
         wanted = self._ids if request_ids is None else request_ids
         with self._lock:
             self._awaited = {name for name in wanted if name not in self._finished}
             waits = bool(self._awaited)
-        try:
-            if waits:
-                self._come.get()
-        except BaseException:
-            self.cancel()
-            raise
+        if waits:
+            self._come.get()
         self._taken.update(wanted)
         return [self._finished[name] for name in wanted]
 
     def cancel(self) -> None:
-        """Cancel what has not finished, and release the states of what has and nobody waited for. Does not wait."""
+        """Cancel what has not finished, and release the states of what has and nobody waited for. Does not wait.
+
+        May be called at any time, also before `start` and after a refusal.
+        """
 
         def give_up(core: EngineCore) -> None:
             for name in self._ids:

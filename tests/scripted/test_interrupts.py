@@ -1,0 +1,85 @@
+"""An interrupt, wherever it comes until what was submitted is waited for, leaves nothing running."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from scripted_text import text_core
+
+from dagengine import LLM
+from dagengine_core_graph.query import cross, g, plus
+
+FILES = ("bulk.py", "query_run.py", "submitted.py", "async_engine.py")
+
+
+class Interrupt:
+    """Raises a KeyboardInterrupt once, where this thread has passed so many of the places at which one may come: a
+    call, or the end of one, in `FILES`.
+
+    Attributes:
+        came: whether it did.
+    """
+
+    def __init__(self, after: int) -> None:
+        self._left, self.came = after, False
+
+    def __enter__(self) -> Interrupt:
+        sys.setprofile(self._pass)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+    def _pass(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "c_call" or not frame.f_code.co_filename.endswith(FILES):
+            return
+        if not self._left:
+            self.came = True
+            raise KeyboardInterrupt
+        self._left -= 1
+
+
+class Interrupted:
+    """A queue whose reader is interrupted as soon as it waits, and only then."""
+
+    def put(self, item: None) -> None:
+        """Nobody waits."""
+
+    def get(self) -> None:
+        sys.setprofile(None)
+        raise KeyboardInterrupt
+
+
+def bulk(llm: LLM) -> None:
+    queries = [g(cross(plus(f"piece {number}"), "question")) for number in range(3)]
+    llm.query_bulk(queries, window=2)
+
+
+def query(llm: LLM) -> None:
+    llm.query(g(cross(plus("piece"), "question")))
+
+
+def generate(llm: LLM) -> None:
+    llm.generate([7, 8, 9])
+
+
+@pytest.mark.parametrize("call", [bulk, query, generate])
+def test_an_interrupt_anywhere_until_the_call_waits_leaves_nothing_running(
+    call: Callable[[LLM], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dagengine.submitted.SimpleQueue", Interrupted)
+    core = text_core()
+    monkeypatch.setattr(core._scheduler, "schedule", lambda **_: [])  # what is left runs for ever
+    with LLM(core=core) as llm:
+        for place in range(2000):
+            interrupt = Interrupt(place)
+            with pytest.raises(KeyboardInterrupt), interrupt:
+                call(llm)
+            assert not llm.engine.ask(lambda core: core.has_work), f"place {place}"
+            if not interrupt.came:
+                return
+    raise AssertionError("it never waited")
