@@ -172,7 +172,7 @@ def test_nested_sweeps_temperatures_at_two_fan_outs_and_fan_outs_at_one_temperat
 def test_an_endpoint_that_runs_is_driven_with_its_own_tokenizer(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ["--documents", "2", "--tokens", "20", "--question", "24", "--repeats", "1", "--slow-repeats", "1"]
+    sizes = "--documents 2 --tokens 20 --question 24 --repeats 1 --slow-repeats 1".split()
     found = by_metric(measure(capsys, "rag", "--endpoint", server.url, *sizes, "--answer", "1"))
     assert found["span hit rate, cached, new order", None]["value"] == 1.0
     assert found["padding, cached, new order", None]["value"] == 0

@@ -46,8 +46,8 @@ STREAMED_ROWS = {"gated": 64, "normed": 64, "plain": 64}
 """Of more rows, up to this many are streamed.cu's; cuBLAS and the launches around it win from the next on."""
 
 GATED_ROWS = 1024
-"""From so many rows on a gated layer is gated.cu's, where its layout is BUSY: 1 to 18 % sooner than cuBLAS and gate.cu then,
-and up to a third later below."""
+"""From so many rows on a gated layer is gated.cu's where its layout is BUSY: 1 to 18 % sooner than cuBLAS and gate.cu,
+and up to a third later where it is not."""
 
 BUSY = 0.85
 """Part of the rows and outputs of all rounds that is there."""
