@@ -162,7 +162,7 @@ def test_a_bench_that_is_told_to_end_leaves_no_states_on_a_server(server: Server
         "--tokens",
         "9",
         "--question",
-        "5",
+        "24",
     ]
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *command, "--answer", "2", "--repeats", "100000"],

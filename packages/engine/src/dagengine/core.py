@@ -2,6 +2,9 @@
 
     submit ─► PARENTS (wait for requests of the same submission) ─► scheduler's queues ─► sealed or discarded
 
+What is submitted alone begins at once, so that it can be refused; of a group those that may begin do so in order, as
+far as the next step takes them.
+
 A step is launched before the one before it is collected, where `overlap` says so; otherwise it is collected at once.
 What a request did not want any more by then, a row behind its last token or after its abort, is dropped: its KV was
 written to pages that nobody else got meanwhile.
@@ -18,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from heapq import heappop, heappush
 from itertools import count
 
 import torch
@@ -119,6 +123,7 @@ class EngineCore(StateOperations):
         self._backends: dict[str, AttentionBackend] = {self.default_backend: self.attention.backend}
         self._arrivals = count()
         self._events: list[Event | RunningRequest] = []  # a request for its terminal event, still to be made
+        self._ready: list[tuple[int, int, str]] = []  # of groups, by order: wait for no other request and may begin
         self._begun = False  # whether a request began since the last batch was chosen
         self._seeds = (
             torch.Generator().manual_seed(config.seed) if config.seed is not None else torch.Generator()
@@ -185,8 +190,9 @@ class EngineCore(StateOperations):
             self._requests[request.id] = running
             for parent, indices in read.items():
                 self._requests[parent].children[request.id] = indices
-        for request in requests:
-            self._try_begin(request.id)
+        for running in accepted:
+            if not running.parents:
+                heappush(self._ready, (running.request.priority, running.arrival, running.request.id))
 
     def abort(self, request_id: str, error: DagError | None = None) -> bool:
         """End a request now. Unknown and finished ids are no error; returns whether there was one to end."""
@@ -234,6 +240,21 @@ class EngineCore(StateOperations):
         except Exception as error:
             log.exception("a request failed to begin; it ends")
             self._finish(running, as_dag_error(error))
+
+    def _begin_ready(self) -> None:
+        """Begin requests in order until a whole step waits in front of the next one: the device need not wait for all of
+        a large group.
+        """
+        waiting, ahead, passed = self._scheduler.waiting, 0, 0
+        while self._ready:
+            priority, arrival, request_id = self._ready[0]
+            while passed < len(waiting) and waiting[passed].order < (priority, arrival):
+                ahead += waiting[passed].remaining
+                passed += 1
+            if ahead >= self.config.max_num_batched_tokens or passed >= self.config.max_num_seqs:
+                return
+            heappop(self._ready)
+            self._try_begin(request_id)
 
     def _begin(self, running: RunningRequest, refs: SequenceOf[ResolvedRef]) -> None:
         request = running.request
@@ -297,7 +318,7 @@ class EngineCore(StateOperations):
 
     @property
     def num_waiting(self) -> int:
-        return len(self._scheduler.waiting)
+        return len(self._scheduler.waiting) + sum(name in self._requests for _, _, name in self._ready)
 
     @property
     def num_preemptions(self) -> int:
@@ -352,6 +373,7 @@ class EngineCore(StateOperations):
         is launched too, before the records of those that ended are made.
         """
         self.pump()
+        self._begin_ready()
         in_flight = self._pipeline.num_in_flight
         chunks = self._schedule()
         if chunks is None:
