@@ -242,8 +242,8 @@ class EngineCore(StateOperations):
             self._finish(running, as_dag_error(error))
 
     def _begin_ready(self) -> None:
-        """Begin requests in order until a whole step waits in front of the next one: the device need not wait for all of
-        a large group.
+        """Begin requests in order until a whole step waits in front of the next one: the device need not wait for all
+        of a large group.
         """
         waiting, ahead, passed = self._scheduler.waiting, 0, 0
         while self._ready:
