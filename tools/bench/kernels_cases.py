@@ -307,7 +307,7 @@ def prefill_cases() -> list[Case]:
         Case(f"prefill {n}", "prefill", prefill(n), rivals=(FA3, SDPA), bar=True)
         for n in (1024, 2048, 4096, 8192, 16384, 32768)
     ]
-    for n in (64, 66, 16, 256, 1024):  # 66: a question of 64 within its marks
+    for n in (64, 16, 256, 1024):
         one = f"prefill {n} over 1x91424"
         contiguous = prefill(n, 32, contiguous=True)
         listed.append(Case(one, "prefill", contiguous, rivals=(FA3,), bar=n == 64))
