@@ -96,19 +96,22 @@ class Submission:
                 raise self._timed_out() from None
             raise
         shares = [self.requests] if self._together else [(request,) for request in self.requests]
-        found = zip(shares, results, strict=True)
-        failures = [(share, error) for share, error in found if isinstance(error, BaseException)]
+        failures = [
+            (share, result)
+            for share, result in zip(shares, results, strict=True)
+            if isinstance(result, BaseException)
+        ]
         if not failures:
             return
-        for share, error in failures:
-            if isinstance(error, DagError):
-                self._refused(share, error)
+        for share, failure in failures:
+            if isinstance(failure, DagError):
+                self._refused(share, failure)
         self.close()
-        share, error = failures[0]
-        raise self._locate(share[0].id, error) if share and isinstance(error, DagError) else error
+        share, failure = failures[0]
+        raise self._locate(share[0].id, failure) if share and isinstance(failure, DagError) else failure
 
     def _refused(self, requests: Sequence[Request], error: DagError) -> None:
-        """These ended before they ran: no event of theirs follows."""
+        """Tell `observe` of requests that are refused; no event of theirs follows."""
         for request in requests:
             if self._open.pop(request.id, None) is not None:
                 self._observe(FinishedEvent(request.id, (), error), request, 0.0)
