@@ -19,7 +19,7 @@ def world() -> World:
 
 
 def begun(run: World, names: list[str]) -> list[str]:
-    return [name for name in names if run.core._requests[name].sequences]
+    return [name for name in names if run.core._requests.by_id[name].sequences]
 
 
 @EVERY_MODE
@@ -67,3 +67,14 @@ def test_a_refusal_at_the_begin_ends_one_request_of_a_group() -> None:
     run.run()
     assert run.ends["b"].error is not None and run.ends["b"].error.code in ("capacity", "position_overflow")
     assert run.ends["a"].error is None and run.ends["c"].error is None
+
+
+@EVERY_MODE
+def test_the_id_of_one_that_was_cancelled_before_it_began_is_free() -> None:
+    run = world()
+    run.submit(*(document(f"d{i}", 8, 100 + 20 * i) for i in range(6)))
+    assert run.abort("d4")
+    del run.ends["d4"]
+    run.submit(document("d4", 12, 700))
+    run.run()
+    assert all(run.ends[f"d{i}"].error is None for i in range(6))

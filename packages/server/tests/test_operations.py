@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -69,25 +70,25 @@ def test_request_ids(server: Server) -> None:
     assert "x-client-request-id" not in long.headers
 
 
+def read_metrics(server: Server) -> dict[str, float]:
+    """Samples by `name|label=value|…`, labels in order."""
+    text = server.http.get("/metrics").text
+    return {
+        sample.name + "".join(f"|{key}={value}" for key, value in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
 def test_metrics_agree_with_what_happened(start: Callable[..., Server]) -> None:
     server = start()
-
-    def read() -> dict[str, float]:
-        text = server.http.get("/metrics").text
-        return {
-            sample.name
-            + "".join(f"|{key}={value}" for key, value in sorted(sample.labels.items())): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
-
     state = server.prefill([1, 2, 3, 4, 5, 6, 7, 8])
-    before = read()
+    before = read_metrics(server)
     answer = server.complete(
         dag={"context": [{"state": state}, {"state": state}]}, max_tokens=3, min_tokens=3
     )
     server.post("/v1/completions", {"prompt": "a", "dag": {"position": {"policy": "nope"}}})
-    after = read()
+    after = read_metrics(server)
 
     def grown(name: str) -> float:
         return after[name] - before.get(name, 0.0)
@@ -110,6 +111,32 @@ def test_metrics_agree_with_what_happened(start: Callable[..., Server]) -> None:
     assert after["dagengine_kv_cache_usage_perc"] == pytest.approx(2 / 160)
     assert abs(after["dagengine_engine_last_step_timestamp"] - time.time()) < 30
     assert state not in server.http.get("/metrics").text
+
+
+NOWHERE = {"context": [{"state": "st_none"}]}
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (
+            "/v1/graphs",
+            {
+                "format": "dagengine.graph/v1",
+                "nodes": [{"id": "a", "input": [1]}, {"id": "b", "input": [2], **NOWHERE}],
+            },
+        ),
+        ("/v1/completions", {"prompt": ["a", "b"], "dag": NOWHERE}),
+    ],
+)
+def test_every_request_of_a_refused_submission_counts_as_refused(
+    route: str, body: dict[str, Any], start: Callable[..., Server]
+) -> None:
+    server = start()
+    assert server.post(route, body).json()["error"]["code"] == "state_not_found"
+    counted = read_metrics(server).items()
+    errors = {name: value for name, value in counted if name.startswith("dagengine_request_errors_total")}
+    assert errors == {"dagengine_request_errors_total|code=state_not_found": 2}
 
 
 def test_long_inputs_do_not_block_the_event_loop(server: Server) -> None:

@@ -9,16 +9,13 @@ A step is launched before the one before it is collected, where `overlap` says s
 What a request did not want any more by then, a row behind its last token or after its abort, is dropped: its KV was
 written to pages that nobody else got meanwhile.
 
-Every submitted request ends with exactly one FinishedEvent, whatever happens to it. Every path out of a request goes
-through `_finish`, which is where that is held; the event of one that ended well, with the records of its answers, is
-made when events are taken.
+How requests end, and that each ends with exactly one FinishedEvent, is `request_table`'s to say.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from heapq import heappop, heappush
@@ -28,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dagengine_kernels import AttentionBackend
-from dagengine_kvstore import KVStore, KVStoreError, Mover, NodeRecord
+from dagengine_kvstore import KVStore, Mover, NodeRecord
 from dagengine_kvstore.torch_arena import TorchArena
 from dagengine_positions import ModelAdapter, ModelGeometry
 
@@ -40,9 +37,10 @@ from .host_time import HostTime
 from .pipeline import Launch, Pipeline
 from .prepare import Preparer, ResolvedRef
 from .records import engine_facts
-from .request import Event, FinishedEvent, Request, check_parent, check_request
+from .request import Event, Request, check_parent, check_request
+from .request_table import RequestTable
 from .runner import Chunk, Runner
-from .running import Answer, RunningRequest
+from .running import RunningRequest
 from .sampler import NonFiniteLogits, Sampled, Sampler
 from .scheduler import Scheduler, work_ids
 from .sequence import Sequence
@@ -114,16 +112,18 @@ class EngineCore(StateOperations):
             self._stats,
             two_tiers=host_tier is not None,
             recalls=host_tier and host_tier.recalls,
-            fail=self._fail_sequence,
+            fail=lambda sequence, error: self._requests.fail(sequence, error),
             forget=self._forget,
+        )
+        self._requests = RequestTable(
+            store, self.preparer, self._scheduler, self._stats, self.facts, begin=self._try_begin
         )
         self._upcoming = upcoming or Upcoming()
         self._upcoming.readers = self._readers
-        self._requests: dict[str, RunningRequest] = {}
         self._backends: dict[str, AttentionBackend] = {self.default_backend: self.attention.backend}
         self._arrivals = count()
-        self._events: list[Event | RunningRequest] = []  # a request for its terminal event, still to be made
-        self._ready: list[tuple[int, int, str]] = []  # of groups, by order: wait for no other request and may begin
+        # Of groups, by order: requests that wait for no other one and may begin, with those that ended meanwhile.
+        self._ready: list[tuple[int, int, RunningRequest]] = []
         self._begun = False  # whether a request began since the last batch was chosen
         self._seeds = (
             torch.Generator().manual_seed(config.seed) if config.seed is not None else torch.Generator()
@@ -180,26 +180,17 @@ class EngineCore(StateOperations):
             for running in accepted:
                 running.release_targets(self.store)
             raise
-        for running in accepted:
-            request = running.request
-            read: dict[str, list[int]] = {waited: [] for waited in request.after}
-            for index, ref in enumerate(request.context):
-                if ref.request is not None:
-                    read.setdefault(ref.request, []).append(index)
-            running.parents = set(read)
-            self._requests[request.id] = running
-            for parent, indices in read.items():
-                self._requests[parent].children[request.id] = indices
+        self._requests.add_group(accepted)
         for running in accepted:
             if not running.parents:
-                heappush(self._ready, (running.request.priority, running.arrival, running.request.id))
+                heappush(self._ready, (running.request.priority, running.arrival, running))
 
     def abort(self, request_id: str, error: DagError | None = None) -> bool:
         """End a request now. Unknown and finished ids are no error; returns whether there was one to end."""
-        running = self._requests.get(request_id)
+        running = self._requests.by_id.get(request_id)
         if running is None:
             return False
-        self._finish(running, error or DagError("cancelled", "the request was cancelled"))
+        self._requests.finish(running, error or DagError("cancelled", "the request was cancelled"))
         return True
 
     @property
@@ -209,7 +200,7 @@ class EngineCore(StateOperations):
 
     def check(self, request: Request) -> None:
         """What can be refused by looking at a request alone. Raises: DagError."""
-        if request.id in self._requests:
+        if request.id in self._requests.by_id:
             raise DagError("invalid_request", f"request id {request.id!r} is in use", "id")
         check_request(request, self.geometry.vocab_size, has_text=self.tokenizer is not None)
         params = request.sampling
@@ -223,23 +214,21 @@ class EngineCore(StateOperations):
 
     def _check_queue(self, count: int) -> None:
         limit = self.config.max_waiting
-        waiting = len(self._requests) - len(
+        waiting = len(self._requests.by_id) - len(
             {w.request.id for w in self._scheduler.running if isinstance(w, Sequence)}
         )
         if limit is not None and waiting + count > limit:
             raise DagError("queue_full", f"{waiting} requests wait, at most {limit} may; try again later")
 
-    def _try_begin(self, request_id: str) -> None:
-        running = self._requests.get(request_id)
-        if running is None or running.parents or running.sequences:
-            return
+    def _try_begin(self, running: RunningRequest) -> None:
+        """Begin a request of a group that waits for nobody any more; it ends with what refuses it."""
         try:
             self._begin(running, [running.targets[i][0] for i in range(len(running.request.context))])
         except DagError as error:
-            self._finish(running, error)
+            self._requests.finish(running, error)
         except Exception as error:
             log.exception("a request failed to begin; it ends")
-            self._finish(running, as_dag_error(error))
+            self._requests.finish(running, as_dag_error(error))
 
     def _begin_ready(self) -> None:
         """Begin requests in order until a whole step waits in front of the next one: the device need not wait for all
@@ -247,14 +236,19 @@ class EngineCore(StateOperations):
         """
         waiting, ahead, passed = self._scheduler.waiting, 0, 0
         while self._ready:
-            priority, arrival, request_id = self._ready[0]
+            priority, arrival, running = self._ready[0]
             while passed < len(waiting) and waiting[passed].order < (priority, arrival):
                 ahead += waiting[passed].remaining
                 passed += 1
             if ahead >= self.config.max_num_batched_tokens or passed >= self.config.max_num_seqs:
                 return
             heappop(self._ready)
-            self._try_begin(request_id)
+            if self._has(running):
+                self._try_begin(running)
+
+    def _has(self, running: RunningRequest) -> bool:
+        """Whether a request has not ended. Another one may have its id."""
+        return self._requests.by_id.get(running.request.id) is running
 
     def _begin(self, running: RunningRequest, refs: SequenceOf[ResolvedRef]) -> None:
         request = running.request
@@ -289,7 +283,7 @@ class EngineCore(StateOperations):
                 self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
             raise
         running.sequences = sequences
-        self._requests[request.id] = running
+        self._requests.add(running)
         running.release_targets(self.store)
         for sequence in sequences:
             self._scheduler.add(sequence)
@@ -301,7 +295,7 @@ class EngineCore(StateOperations):
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished, or a step not collected."""
-        return bool(self._requests) or self._pipeline.num_in_flight > 0
+        return bool(self._requests.by_id) or self._pipeline.num_in_flight > 0
 
     @property
     def progressed(self) -> bool:
@@ -318,7 +312,7 @@ class EngineCore(StateOperations):
 
     @property
     def num_waiting(self) -> int:
-        return len(self._scheduler.waiting) + sum(name in self._requests for _, _, name in self._ready)
+        return len(self._scheduler.waiting) + sum(self._has(running) for _, _, running in self._ready)
 
     @property
     def num_preemptions(self) -> int:
@@ -353,15 +347,11 @@ class EngineCore(StateOperations):
 
     def take_events(self) -> list[Event]:
         """What happened outside of a step, such as a cancellation."""
-        taken: list[Event] = []
-        while self._events:
-            events, self._events = self._events, []
-            taken += [self._ended_well(one) if isinstance(one, RunningRequest) else one for one in events]
-        return taken
+        return self._requests.take_events()
 
     def abort_all(self, error: DagError) -> None:
         """End every request, and wait for the steps in flight."""
-        for request_id in list(self._requests):
+        for request_id in list(self._requests.by_id):
             self.abort(request_id, error)
         self._settle()
 
@@ -374,29 +364,16 @@ class EngineCore(StateOperations):
         """
         self.pump()
         self._begin_ready()
-        in_flight = self._pipeline.num_in_flight
-        chunks = self._schedule()
-        if chunks is None:
+        was_in_flight = self._pipeline.num_in_flight > 0
+        launched = self._launch_next()
+        if self._pipeline.num_in_flight > (1 if launched and self.overlap else 0):
             self._collect()
-            self._seal_complete()
-            chunks = self._schedule()
-        assert chunks is not None
-        self._progressed = bool(chunks or in_flight)
-        if chunks:
-            self._launch(chunks)
-            self.on_launch()
-        if self._pipeline.num_in_flight > (1 if chunks and self.overlap else 0):
-            self._collect()
-        self._seal_complete()
+        self._close_complete()
         if self.overlap and self._begun and not self._pipeline.num_in_flight:
-            chunks = self._schedule()
-            if chunks:
-                self._launch(chunks)
-                self.on_launch()
-        self._progressed = self._progressed or bool(self._events)
-        if len(self.preparer.graph) > 2 * len(self._requests) + 1024 and self._stats.steps % 256 == 0:
-            self.preparer.forget_dropped()
-        return self.take_events()
+            self._launch_next()
+        self._progressed = launched or was_in_flight or bool(self._requests.events)
+        self._forget_dropped()
+        return self._requests.take_events()
 
     def pump(self) -> None:
         """Move transfers on. `step` does it; where there is none to do, it is to be called while they are under way."""
@@ -416,11 +393,26 @@ class EngineCore(StateOperations):
         for work in (*self._scheduler.running, *self._scheduler.waiting):
             reads = work.reads if isinstance(work, Sequence) else work.writer.node.reads
             yield [read.node for read in reads]
-        for running in self._requests.values():
+        for running in self._requests.by_id.values():
             for target, _ in running.targets.values():
                 if isinstance(target.node, NodeRecord):
                     passed = self.preparer.graph.node(target.node.uid).passed
                     yield [target.node, *(self.preparer.record(r.node) for r in passed)]
+
+    def _launch_next(self) -> bool:
+        """Choose a batch and launch it; the step in flight is collected first if that needs what it holds. Returns
+        whether there was one.
+        """
+        chunks = self._schedule()
+        if chunks is None:
+            self._collect()
+            self._close_complete()
+            chunks = self._schedule()
+        assert chunks is not None
+        if chunks:
+            self._launch(chunks)
+            self.on_launch()
+        return bool(chunks)
 
     def _schedule(self) -> list[Chunk] | None:
         self._begun = False
@@ -480,6 +472,7 @@ class EngineCore(StateOperations):
                     self._scheduler.bringing.finish_restore(work)
 
     def _take_results(self, launch: Launch) -> None:
+        events = self._requests.events
         for row, (sequence, result) in enumerate(zip(launch.sequences, launch.results, strict=True)):
             sequence.pending -= 1
             if sequence.phase is not Phase.RUNNING or sequence.finish_reason is not None:
@@ -489,12 +482,23 @@ class EngineCore(StateOperations):
                 self._observer(sequence.request.id, sequence.index, offset, launch.logits[row])
             if isinstance(result, NonFiniteLogits):
                 self._stats.non_finite += 1
-                self._fail_sequence(sequence, DagError("internal", "the model produced no finite logits"))
+                self._requests.fail(sequence, DagError("internal", "the model produced no finite logits"))
             else:
-                self._append(sequence, result)
+                self._append(sequence, result, events)
 
-    def _seal_complete(self) -> None:
-        """Seal, or end, what is computed and samples nothing more."""
+    def _append(self, sequence: Sequence, result: Sampled, events: list[Event | RunningRequest]) -> None:
+        self._stats.generated_tokens += 1
+        sequence.accept(result)
+        if sequence.writer.num_unknown:
+            sequence.writer.fill([result.token_id])
+        event = sequence.take_event()
+        if event is not None:
+            events.append(event)
+        if sequence.finish_reason is not None and not sequence.keep:
+            self._close(sequence)
+
+    def _close_complete(self) -> None:
+        """Close answers that are computed and sample nothing more."""
         for work in list(self._scheduler.running):
             if (
                 not work.pending
@@ -502,148 +506,29 @@ class EngineCore(StateOperations):
                 and work.phase is Phase.RUNNING
                 and work.complete
             ):
-                self._seal(work)
-
-    def _append(self, sequence: Sequence, result: Sampled) -> None:
-        self._stats.generated_tokens += 1
-        sequence.accept(result)
-        if sequence.writer.num_unknown:
-            sequence.writer.fill([result.token_id])
-        event = sequence.take_event()
-        if event is not None:
-            self._events.append(event)
-        if sequence.finish_reason is not None and not sequence.keep:
-            self._close(sequence)
-
-    def _seal(self, sequence: Sequence) -> None:
-        """Everything is computed and nothing more is sampled: the node becomes a state, or ends."""
-        if sequence.finish_reason is None:
-            sequence.finish_reason = "prefill"
-            sequence.first_token = time.perf_counter()
-        self._close(sequence)
+                if work.finish_reason is None:
+                    work.finish_reason = "prefill"
+                    work.first_token = time.perf_counter()
+                self._close(work)
 
     def _close(self, sequence: Sequence) -> None:
-        """One answer is complete: keep its node if that is wanted, and finish the request when it was the last."""
-        running = self._requests[sequence.request.id]
-        self._scheduler.remove(sequence)  # its lease ends before the seal lets go of what it digested
-        state: str | None = None
-        refusal: DagError | None = None
-        if not sequence.keep:
-            self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
-        else:
-            node = self.preparer.seal(
-                sequence.writer,  # type: ignore[arg-type]
-                len(sequence.tokens),
-                sequence.spans(),
-                sequence.sampling is not None,
-            )
-            handed = False
-            try:
-                state = self._keep(running.request, node)
-                handed = self._hand_to_children(running, node)
-            except Exception as error:
-                log.exception("a sealed node could not be kept; its request ends")
-                refusal = as_dag_error(error)
-            if not handed:
-                self.store.unhold(node)
-        implementation = self._backend(sequence.backend).implementation
-        running.answers[sequence.index] = Answer(sequence, state, implementation)
-        if refusal is not None or len(running.answers) == len(running.sequences):
-            self._finish(running, refusal)
-
-    def _keep(self, request: Request, node: NodeRecord) -> str | None:
-        """Name the node if the request asked for that. Returns the state id."""
-        keep = request.keep
-        if keep is None:
-            return None
-        return self.store.name(node, salt=request.salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin)
-
-    def _hand_to_children(self, running: RunningRequest, node: NodeRecord) -> bool:
-        """Hold a sealed node for each reference to it. Returns whether one took over the hold that sealing gave."""
-        readers = [
-            (child, index, ResolvedRef(node, child.request.context[index].at, child.request.context[index]))
-            for child_id, indices in running.children.items()
-            if (child := self._requests.get(child_id)) is not None
-            for index in indices
-        ]
-        for child, index, target in readers[1:]:
-            child.hold(self.store, index, target, None)
-        for child, index, target in readers[:1]:
-            child.targets[index] = target, None
-        return bool(readers)
-
-    def _finish(self, running: RunningRequest, error: DagError | None) -> None:
-        """The one way out: free what the request still holds, tell its dependents, emit its terminal event."""
-        ending = deque([(running, error)])
-        while ending:
-            running, error = ending.popleft()
-            request_id = running.request.id
-            if self._requests.pop(request_id, None) is None:
-                continue
-            error = error and _without_frames(error)
-            self._free(running, failed=error is not None)
-            if error is None:
-                self._events.append(running)
-            else:
-                self._stats.finish(error, ())
-                self._events.append(FinishedEvent(request_id, (), error))
-            for child_id in running.children:
-                child = self._requests.get(child_id)
-                if child is None:
-                    continue
-                if error is not None:
-                    ending.append((child, _parent_failed(request_id, error)))
-                else:
-                    child.parents.discard(request_id)
-                    self._try_begin(child_id)
-
-    def _ended_well(self, running: RunningRequest) -> FinishedEvent:
-        """The terminal event of a request without an error: with its answers and their records."""
-        request_id = running.request.id
-        try:
-            choices = running.choices(self.facts)
-        except Exception as caught:
-            log.exception("an answer could not be recorded; its request ends with that error")
-            self._free(running, failed=True)
-            error = _without_frames(as_dag_error(caught))
-            self._stats.finish(error, ())
-            for child_id in running.children:
-                child = self._requests.get(child_id)
-                if child is not None:
-                    self._finish(child, _parent_failed(request_id, error))
-            return FinishedEvent(request_id, (), error)
-        self._stats.finish(None, choices)
-        return FinishedEvent(request_id, choices)
-
-    def _free(self, running: RunningRequest, *, failed: bool) -> None:
-        """Let go of everything that the request still holds; a failed one leaves no state."""
-        for sequence in running.sequences:
-            if sequence.index not in running.answers:
-                self._scheduler.remove(sequence)
-                self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
-        running.release_targets(self.store)
-        for answer in running.answers.values():
-            if failed and answer.state is not None:
-                try:
-                    self.store.release(answer.state)
-                except KVStoreError as error:
-                    if error.code != "state_released":
-                        raise
-
-    def _fail_sequence(self, sequence: Sequence, error: DagError) -> None:
-        running = self._requests.get(sequence.request.id)
-        if running is not None:
-            self._finish(running, error)
+        self._requests.close(sequence, self._backend(sequence.backend).implementation)
 
     def _fail_chunks(self, chunks: list[Chunk], error: Exception) -> None:
+        """A launch failed: what still runs of it ends."""
         for chunk in chunks:
             if chunk.work.phase is not Phase.RUNNING:
                 continue
             if isinstance(chunk.work, Restore):
                 self._scheduler.bringing.fail_restore(chunk.work, as_dag_error(error))
             elif isinstance(chunk.work, Sequence):
-                self._fail_sequence(chunk.work, as_dag_error(error))
+                self._requests.fail(chunk.work, as_dag_error(error))
         self.store.check()
+
+    def _forget_dropped(self) -> None:
+        """Now and then let go of the graph's nodes that nobody has any more, where they are most of it."""
+        if self._stats.steps % 256 == 0 and len(self.preparer.graph) > 2 * len(self._requests.by_id) + 1024:
+            self.preparer.forget_dropped()
 
     def _forget(self, work: Work) -> None:
         for backend in self._backends.values():
@@ -661,18 +546,3 @@ class EngineCore(StateOperations):
 
 def _nothing() -> None:
     pass
-
-
-def _without_frames(error: DagError) -> DagError:
-    """The same error for an event: whoever keeps it must not keep the frames that raised it, and their nodes."""
-    if error.__traceback__ is None and error.__context__ is None:
-        return error
-    return DagError(error.code, error.message, error.field)
-
-
-def _parent_failed(parent_id: str, error: DagError) -> DagError:
-    """What a dependent of a failed request ends with; it names the request that failed first."""
-    if error.code == "parent_failed":
-        return error
-    reason = f"{parent_id!r}, which it reads, ended with {error.code}: {error.message}"
-    return DagError("parent_failed", reason)

@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import zip_longest
 
 from dagengine import DagError
 from dagengine.async_engine import EngineThread, MakeRequests
@@ -96,15 +95,26 @@ class Submission:
             if isinstance(error, TimeoutError):
                 raise self._timed_out() from None
             raise
-        for request, result in zip_longest(self.requests[: len(results)], results):
-            if isinstance(result, DagError):
-                if request is not None and self._open.pop(request.id, None) is not None:
-                    self._observe(FinishedEvent(request.id, (), result), request, 0.0)
-                self.close()
-                raise result if request is None else self._locate(request.id, result)
-            if isinstance(result, BaseException):
-                self.close()
-                raise result
+        shares = [self.requests] if self._together else [(request,) for request in self.requests]
+        failures = [
+            (share, result)
+            for share, result in zip(shares, results, strict=True)
+            if isinstance(result, BaseException)
+        ]
+        if not failures:
+            return
+        for share, failure in failures:
+            if isinstance(failure, DagError):
+                self._refused(share, failure)
+        self.close()
+        share, failure = failures[0]
+        raise self._locate(share[0].id, failure) if share and isinstance(failure, DagError) else failure
+
+    def _refused(self, requests: Sequence[Request], error: DagError) -> None:
+        """Tell `observe` of requests that are refused; no event of theirs follows."""
+        for request in requests:
+            if self._open.pop(request.id, None) is not None:
+                self._observe(FinishedEvent(request.id, (), error), request, 0.0)
 
     def _give_up(self, accepted: Future[Sequence[Request]]) -> None:
         """What is accepted only after everybody has left."""

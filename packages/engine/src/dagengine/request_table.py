@@ -1,0 +1,219 @@
+"""The requests that have not ended, and what is to be told of them. Knows no steps, batches or backends.
+
+    add ───────────────────────► every answer closed ─┐
+    add_group ─► waits ─► begin ─┘                    ├─► finish ─► one FinishedEvent
+                   └──────┴───────── failed, aborted ─┘
+
+Every submitted request ends with exactly one FinishedEvent, whatever happens to it. Every path out of the table goes
+through `finish`, which is where that is held; the event of one that ended well, with the records of its answers, is
+made when events are taken.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from types import MappingProxyType
+
+from dagengine_kvstore import KVStore, KVStoreError, NodeRecord
+
+from .errors import DagError, as_dag_error
+from .prepare import Preparer, ResolvedRef
+from .request import Event, FinishedEvent, Request
+from .running import Answer, RunningRequest
+from .scheduler import Scheduler
+from .sequence import Sequence
+from .stats import EngineStats
+
+log = logging.getLogger("dagengine")
+
+
+class RequestTable:
+    """
+    Args:
+        facts: of the engine, for the records of answers.
+        begin: called with a request when all that it waits for has ended well.
+
+    Attributes:
+        by_id: requests that have not ended, in the order in which they came; read-only.
+        events: what nobody has taken yet, always in the same list; a request stands for its terminal event, which is
+            still to be made.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        preparer: Preparer,
+        scheduler: Scheduler,
+        stats: EngineStats,
+        facts: Mapping[str, object],
+        *,
+        begin: Callable[[RunningRequest], None],
+    ) -> None:
+        self._store, self._preparer, self._scheduler, self._stats = store, preparer, scheduler, stats
+        self._facts, self._begin = facts, begin
+        self._by_id: dict[str, RunningRequest] = {}
+        self.by_id: Mapping[str, RunningRequest] = MappingProxyType(self._by_id)
+        self.events: list[Event | RunningRequest] = []
+
+    def add(self, running: RunningRequest) -> None:
+        """Enter a request that waits for nobody, or for nobody any more."""
+        self._by_id[running.request.id] = running
+
+    def add_group(self, group: SequenceOf[RunningRequest]) -> None:
+        """Enter requests of one submission, each with those before it that it waits for."""
+        for running in group:
+            request = running.request
+            read: dict[str, list[int]] = {waited: [] for waited in request.after}
+            for index, ref in enumerate(request.context):
+                if ref.request is not None:
+                    read.setdefault(ref.request, []).append(index)
+            running.parents = set(read)
+            self._by_id[request.id] = running
+            for parent, indices in read.items():
+                self._by_id[parent].children[request.id] = indices
+
+    def close(self, sequence: Sequence, implementation: str) -> None:
+        """One answer is complete: keep its node if that is wanted, and finish the request when it was the last.
+
+        Args:
+            implementation: what ran as its attention backend.
+        """
+        running = self._by_id[sequence.request.id]
+        self._scheduler.remove(sequence)  # its lease ends before the seal lets go of what it digested
+        state: str | None = None
+        refusal: DagError | None = None
+        if not sequence.keep:
+            self._preparer.discard(sequence.writer)  # type: ignore[arg-type]
+        else:
+            node = self._preparer.seal(
+                sequence.writer,  # type: ignore[arg-type]
+                len(sequence.tokens),
+                sequence.spans(),
+                sequence.sampling is not None,
+            )
+            handed = False
+            try:
+                state = self._keep(running.request, node)
+                handed = self._hand_to_children(running, node)
+            except Exception as error:
+                log.exception("a sealed node could not be kept; its request ends")
+                refusal = as_dag_error(error)
+            if not handed:
+                self._store.unhold(node)
+        running.answers[sequence.index] = Answer(sequence, state, implementation)
+        if refusal is not None or len(running.answers) == len(running.sequences):
+            self.finish(running, refusal)
+
+    def fail(self, sequence: Sequence, error: DagError) -> None:
+        """End the request of a sequence that cannot go on, unless it has ended."""
+        running = self._by_id.get(sequence.request.id)
+        if running is not None:
+            self.finish(running, error)
+
+    def finish(self, running: RunningRequest, error: DagError | None) -> None:
+        """The one way out: free what the request still holds, tell its dependents, emit its terminal event."""
+        ending = deque([(running, error)])
+        while ending:
+            running, error = ending.popleft()
+            request_id = running.request.id
+            if self._by_id.pop(request_id, None) is None:
+                continue
+            error = error and _without_frames(error)
+            self._free(running, failed=error is not None)
+            if error is None:
+                self.events.append(running)
+            else:
+                self._stats.finish(error, ())
+                self.events.append(FinishedEvent(request_id, (), error))
+            for child in self._children(running):
+                if error is not None:
+                    ending.append((child, _parent_failed(request_id, error)))
+                    continue
+                child.parents.discard(request_id)
+                if not child.parents:
+                    self._begin(child)
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last call; answers of requests that ended well are recorded now."""
+        taken: list[Event] = []
+        while self.events:
+            events = self.events.copy()
+            self.events.clear()
+            taken += [self._ended_well(one) if isinstance(one, RunningRequest) else one for one in events]
+        return taken
+
+    def _keep(self, request: Request, node: NodeRecord) -> str | None:
+        """Name the node if the request asked for that. Returns the state id."""
+        keep = request.keep
+        if keep is None:
+            return None
+        return self._store.name(node, salt=request.salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin)
+
+    def _hand_to_children(self, running: RunningRequest, node: NodeRecord) -> bool:
+        """Hold a sealed node for each reference to it. Returns whether one took over the hold that sealing gave."""
+        readers = [
+            (child, index, ResolvedRef(node, child.request.context[index].at, child.request.context[index]))
+            for child in self._children(running)
+            for index in running.children[child.request.id]
+        ]
+        for child, index, target in readers[1:]:
+            child.hold(self._store, index, target, None)
+        for child, index, target in readers[:1]:
+            child.targets[index] = target, None
+        return bool(readers)
+
+    def _children(self, running: RunningRequest) -> Iterator[RunningRequest]:
+        """Those of a request's children that have not ended by the time they are come to."""
+        for child_id in running.children:
+            child = self._by_id.get(child_id)
+            if child is not None:
+                yield child
+
+    def _free(self, running: RunningRequest, *, failed: bool) -> None:
+        """Let go of everything that the request still holds; a failed one leaves no state."""
+        for sequence in running.sequences:
+            if sequence.index not in running.answers:
+                self._scheduler.remove(sequence)
+                self._preparer.discard(sequence.writer)  # type: ignore[arg-type]
+        running.release_targets(self._store)
+        for answer in running.answers.values():
+            if failed and answer.state is not None:
+                try:
+                    self._store.release(answer.state)
+                except KVStoreError as error:
+                    if error.code != "state_released":
+                        raise
+
+    def _ended_well(self, running: RunningRequest) -> FinishedEvent:
+        """The terminal event of a request without an error: with its answers and their records."""
+        request_id = running.request.id
+        try:
+            choices = running.choices(self._facts)
+        except Exception as caught:
+            log.exception("an answer could not be recorded; its request ends with that error")
+            self._free(running, failed=True)
+            error = _without_frames(as_dag_error(caught))
+            self._stats.finish(error, ())
+            for child in self._children(running):
+                self.finish(child, _parent_failed(request_id, error))
+            return FinishedEvent(request_id, (), error)
+        self._stats.finish(None, choices)
+        return FinishedEvent(request_id, choices)
+
+
+def _without_frames(error: DagError) -> DagError:
+    """The same error for an event: whoever keeps it must not keep the frames that raised it, and their nodes."""
+    if error.__traceback__ is None and error.__context__ is None:
+        return error
+    return DagError(error.code, error.message, error.field)
+
+
+def _parent_failed(parent_id: str, error: DagError) -> DagError:
+    """What a dependent of a failed request ends with; it names the request that failed first."""
+    if error.code == "parent_failed":
+        return error
+    reason = f"{parent_id!r}, which it reads, ended with {error.code}: {error.message}"
+    return DagError("parent_failed", reason)
