@@ -1,4 +1,4 @@
-"""An interrupt, wherever it comes until what was submitted is waited for, leaves nothing running."""
+"""An interrupt, wherever it comes, leaves nothing running, no state that nobody knows, and others' requests alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 from scripted_text import text_core
 
-from dagengine import LLM
+import dagengine.bulk
+from dagengine import LLM, DagError, SamplingParams
+from dagengine.query_results import QueryResult
+from dagengine.request import Request
+from dagengine.submitted import Submitted
 from dagengine_core_graph.query import cross, g, plus
 
 FILES = ("bulk.py", "query_run.py", "submitted.py", "async_engine.py")
@@ -83,3 +87,37 @@ def test_an_interrupt_anywhere_until_the_call_waits_leaves_nothing_running(
             if not interrupt.came:
                 return
     raise AssertionError("it never waited")
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_an_interrupt_while_results_are_made_leaves_no_state_of_an_answer(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[QueryResult] = []
+    real = dagengine.bulk.result_of
+
+    def stop(*given: Any) -> QueryResult:
+        if len(made) == place:
+            raise KeyboardInterrupt
+        made.append(real(*given))
+        return made[-1]
+
+    monkeypatch.setattr("dagengine.bulk.result_of", stop)
+    queries = [g(cross(plus(f"piece {number}"), "question")) for number in range(4)]
+    with LLM(core=text_core()) as llm:
+        with pytest.raises(KeyboardInterrupt):
+            llm.query_bulk(queries, keep=True)
+        fragments = llm.engine.ask(lambda core: len(llm.fragments))
+        assert llm.engine.ask(lambda core: core.store.stats().handles) == fragments == 4
+
+
+def test_an_interrupt_of_a_refused_submission_cancels_nobody_elses_request() -> None:
+    request = Request("same", (1, 2, 3), SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True))
+    with LLM(core=text_core()) as llm:
+        first = Submitted(llm.engine, lambda core: [request])
+        first.start()
+        second = Submitted(llm.engine, lambda core: [request])
+        with pytest.raises(DagError):
+            second.start()
+        second.cancel()
+        assert first.wait()[0].error is None

@@ -612,3 +612,21 @@ def test_who_reads_an_answer_that_cannot_be_recorded_ends_with_it(
     assert found == {"parent": "internal", "child": "parent_failed", "other": None} and len(ends) == 3
     core.store.check()
     assert core.store.stats().pages_live == 0
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@EVERY_MODE
+def test_a_request_with_the_id_of_a_cancelled_dependent_depends_on_nobody(reads: bool) -> None:
+    """The one that it was cancelled after, or read, ends well, and begins or fails it no second time."""
+    run = world(pages=64, batch=16)
+    dependent = (
+        question("child", ContextRef(request="parent")) if reads else question("child", after=("parent",))
+    )
+    run.submit(document("parent", 60), dependent)
+    run.step()
+    assert run.abort("child")
+    del run.ends["child"]
+    run.submit(question("child", sampling=SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)))
+    run.run()
+    assert run.ends["parent"].error is None and run.ends["child"].error is None
+    assert run.core.num_running == 0

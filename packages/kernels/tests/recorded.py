@@ -13,7 +13,18 @@ import torch
 
 from dagengine_kernels import AppendPlan, cuda_linear
 from dagengine_kernels.cuda_linear import CudaLinear
-from dagengine_kernels.fused.cuda import driver, gate, gated, gemv, merge, norm, skinny, streamed, tiled
+from dagengine_kernels.fused.cuda import (
+    driver,
+    gate,
+    gated,
+    gemv,
+    merge,
+    norm,
+    products,
+    skinny,
+    streamed,
+    tiled,
+)
 from dagengine_kernels.fused.cuda.attend import CudaExecutor
 
 SMS = 132
@@ -78,14 +89,13 @@ class Recorder:
 KEPT = (
     gate._kernel,
     gated._kernel,
-    gated._map,
     gated._prepared,
     gemv._kernel,
     merge._kernel,
     norm._launch,
+    products.map_of,
     skinny._kernel,
     streamed._kernel,
-    streamed._map,
     tiled._kernel,
 )
 

@@ -11,7 +11,7 @@ import torch
 from dagengine_kernels import cuda_linear
 from dagengine_kernels.errors import KernelError
 from dagengine_kernels.fused.cuda import driver, gemv, norm, skinny, streamed, tiled
-from dagengine_kernels.fused.cuda.products import STEP, Layer
+from dagengine_kernels.fused.cuda.products import STEP, Layer, map_of
 
 MODEL_LAYERS = [
     (6144, 4096, False),
@@ -149,7 +149,7 @@ def test_a_streamed_launch_holds_the_maps_of_its_tensors(
     maps = Maps()
     monkeypatch.setattr(driver, "tensor_map", maps)
     monkeypatch.setattr(streamed, "_kernel", lambda *given: NoKernel())
-    streamed._map.cache_clear()
+    map_of.cache_clear()
     weight = torch.zeros(72 * (1 + gated), 256, dtype=torch.bfloat16)
     layer = Layer(weight, 203, 72, gated, None, None, 0.0)
     x, y = torch.zeros(5, 3 * 256, dtype=torch.bfloat16)[:, :208], torch.zeros(5, 72)
@@ -178,7 +178,7 @@ def test_a_streamed_launch_holds_the_maps_of_its_tensors(
     assert ctypes.sizeof(launch) == 384
     with pytest.raises(KernelError, match="at most 8 rows"):
         streamed_params(layer, chosen, torch.zeros(9, 208, dtype=torch.bfloat16), None, y)
-    streamed._map.cache_clear()
+    map_of.cache_clear()
 
 
 def test_threads_of_a_norm_hold_a_row_once() -> None:

@@ -137,6 +137,10 @@ class EngineThread:
         """`submit_made(...).result()`, as `ask`."""
         return self._ask(self._accepting(make, on_event), self._tell_accepted)
 
+    def tells(self, request_id: str, on_event: OnEvent) -> bool:
+        """Whether a request of this id runs of which `on_event` hears. To be asked on the engine's thread."""
+        return self._listeners.get(request_id) == on_event
+
     def _accepting(self, make: MakeRequests, on_event: OnEvent) -> Callable[[EngineCore], Sequence[Request]]:
         def accept(core: EngineCore) -> Sequence[Request]:
             if self._dead is not None:  # it came before the end, and is looked at after it

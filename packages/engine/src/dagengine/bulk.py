@@ -15,6 +15,7 @@ In a window fragments that the next one shares are computed first.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +30,8 @@ from .errors import DagError
 from .inputs import new_request_id
 from .queries import EncodedQuery, QueryOptions, fragment_keys
 from .query_results import QueryResult, QueryTokens
-from .query_run import QueryRun, result_of
-from .request import Keep, Request
+from .query_run import QueryRun, release_answers, result_of
+from .request import FinishedEvent, Keep, Request
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -156,15 +157,16 @@ class _Ended:
         self._items: dict[int, BulkItem] = {}
         self._on_item = on_item
 
-    def add(self, *items: BulkItem) -> None:
+    def add(self, item: BulkItem) -> None:
         """Raises DagError `invalid_request` where `on_item` raises."""
-        self._items.update((item.index, item) for item in items)
-        for item in items if self._on_item is not None else ():
-            try:
-                self._on_item(item)
-            except Exception as error:
-                message = f"it raised at query {item.index}: {type(error).__name__}: {error}"
-                raise DagError("invalid_request", message, "on_item") from error
+        self._items[item.index] = item
+        if self._on_item is None:
+            return
+        try:
+            self._on_item(item)
+        except Exception as error:
+            message = f"it raised at query {item.index}: {type(error).__name__}: {error}"
+            raise DagError("invalid_request", message, "on_item") from error
 
     def items(self) -> tuple[BulkItem, ...]:
         """In the order in which the queries were given."""
@@ -292,15 +294,23 @@ class _Windows:
         run, chosen = running[0].run, running[0].chosen
         found = run.finish()
         del running[0]
-        ended: list[BulkItem] = []
-        for place, index in enumerate(chosen):
-            try:
-                result = result_of(self.llm.engine, run.job, place, found, run.facts)
-                ended.append(BulkItem(index, result, None))
-            except DagError as error:
-                ended.append(BulkItem(index, None, _alone(error)))
-        self.ended.add(*ended)
+        left = deque(enumerate(chosen))
+        try:
+            while left:
+                place, index = left[0]
+                self.ended.add(self._item(run, place, index, found))
+                left.popleft()
+        except BaseException:
+            for place, _ in left:
+                release_answers(self.llm.engine, run.job, place, found)
+            raise
         return len(run.job.fragments)
+
+    def _item(self, run: QueryRun, place: int, index: int, found: Mapping[str, FinishedEvent]) -> BulkItem:
+        try:
+            return BulkItem(index, result_of(self.llm.engine, run.job, place, found, run.facts), None)
+        except DagError as error:
+            return BulkItem(index, None, _alone(error))
 
     def _one_by_one(self, chosen: Sequence[int], refusal: DagError) -> int:
         """A query whose requests are refused as they stand refuses the submission: it ends alone, the others run."""

@@ -2,9 +2,6 @@
 
     submit ─► PARENTS (wait for requests of the same submission) ─► scheduler's queues ─► sealed or discarded
 
-What is submitted alone begins at once, so that it can be refused; of a group those that may begin do so in order, as
-far as the next step takes them.
-
 A step is launched before the one before it is collected, where `overlap` says so; otherwise it is collected at once.
 What a request did not want any more by then, a row behind its last token or after its abort, is dropped: its KV was
 written to pages that nobody else got meanwhile.
@@ -18,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from heapq import heappop, heappush
 from itertools import count
 
 import torch
@@ -122,8 +118,6 @@ class EngineCore(StateOperations):
         self._upcoming.readers = self._readers
         self._backends: dict[str, AttentionBackend] = {self.default_backend: self.attention.backend}
         self._arrivals = count()
-        # Of groups, by order: requests that wait for no other one and may begin, with those that ended meanwhile.
-        self._ready: list[tuple[int, int, RunningRequest]] = []
         self._begun = False  # whether a request began since the last batch was chosen
         self._seeds = (
             torch.Generator().manual_seed(config.seed) if config.seed is not None else torch.Generator()
@@ -183,7 +177,7 @@ class EngineCore(StateOperations):
         self._requests.add_group(accepted)
         for running in accepted:
             if not running.parents:
-                heappush(self._ready, (running.request.priority, running.arrival, running))
+                self._try_begin(running)
 
     def abort(self, request_id: str, error: DagError | None = None) -> bool:
         """End a request now. Unknown and finished ids are no error; returns whether there was one to end."""
@@ -229,26 +223,6 @@ class EngineCore(StateOperations):
         except Exception as error:
             log.exception("a request failed to begin; it ends")
             self._requests.finish(running, as_dag_error(error))
-
-    def _begin_ready(self) -> None:
-        """Begin requests in order until a whole step waits in front of the next one: the device need not wait for all
-        of a large group.
-        """
-        waiting, ahead, passed = self._scheduler.waiting, 0, 0
-        while self._ready:
-            priority, arrival, running = self._ready[0]
-            while passed < len(waiting) and waiting[passed].order < (priority, arrival):
-                ahead += waiting[passed].remaining
-                passed += 1
-            if ahead >= self.config.max_num_batched_tokens or passed >= self.config.max_num_seqs:
-                return
-            heappop(self._ready)
-            if self._has(running):
-                self._try_begin(running)
-
-    def _has(self, running: RunningRequest) -> bool:
-        """Whether a request has not ended. Another one may have its id."""
-        return self._requests.by_id.get(running.request.id) is running
 
     def _begin(self, running: RunningRequest, refs: SequenceOf[ResolvedRef]) -> None:
         request = running.request
@@ -312,7 +286,7 @@ class EngineCore(StateOperations):
 
     @property
     def num_waiting(self) -> int:
-        return len(self._scheduler.waiting) + sum(self._has(running) for _, _, running in self._ready)
+        return len(self._scheduler.waiting)
 
     @property
     def num_preemptions(self) -> int:
@@ -363,7 +337,6 @@ class EngineCore(StateOperations):
         is launched too, before the records of those that ended are made.
         """
         self.pump()
-        self._begin_ready()
         was_in_flight = self._pipeline.num_in_flight > 0
         launched = self._launch_next()
         if self._pipeline.num_in_flight > (1 if launched and self.overlap else 0):

@@ -165,9 +165,16 @@ def result_of(
     try:
         return query_result(engine, job, index, outcome_of(job, index, found, facts))
     except DagError:
-        for answer in job.queries[index].answers:
-            release_states(engine, found[job.places[index][answer]])
+        release_answers(engine, job, index, found)
         raise
+
+
+def release_answers(
+    engine: EngineThread, job: QueryJob, index: int, found: Mapping[str, FinishedEvent]
+) -> None:
+    """Release the states of the answers of a job's query. Those that are gone already are no error."""
+    for answer in job.queries[index].answers:
+        release_states(engine, found[job.places[index][answer]])
 
 
 def texts_of(on_text: OnText | None) -> Callable[[QueryJob, Event], None] | None:

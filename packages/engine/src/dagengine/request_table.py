@@ -73,7 +73,7 @@ class RequestTable:
             running.parents = set(read)
             self._by_id[request.id] = running
             for parent, indices in read.items():
-                self._by_id[parent].children[request.id] = indices
+                self._by_id[parent].children.append((running, indices))
 
     def close(self, sequence: Sequence, implementation: str) -> None:
         """One answer is complete: keep its node if that is wanted, and finish the request when it was the last.
@@ -128,7 +128,7 @@ class RequestTable:
             else:
                 self._stats.finish(error, ())
                 self.events.append(FinishedEvent(request_id, (), error))
-            for child in self._children(running):
+            for child, _ in self._children(running):
                 if error is not None:
                     ending.append((child, _parent_failed(request_id, error)))
                     continue
@@ -156,8 +156,8 @@ class RequestTable:
         """Hold a sealed node for each reference to it. Returns whether one took over the hold that sealing gave."""
         readers = [
             (child, index, ResolvedRef(node, child.request.context[index].at, child.request.context[index]))
-            for child in self._children(running)
-            for index in running.children[child.request.id]
+            for child, indices in self._children(running)
+            for index in indices
         ]
         for child, index, target in readers[1:]:
             child.hold(self._store, index, target, None)
@@ -165,12 +165,11 @@ class RequestTable:
             child.targets[index] = target, None
         return bool(readers)
 
-    def _children(self, running: RunningRequest) -> Iterator[RunningRequest]:
-        """Those of a request's children that have not ended by the time they are come to."""
-        for child_id in running.children:
-            child = self._by_id.get(child_id)
-            if child is not None:
-                yield child
+    def _children(self, running: RunningRequest) -> Iterator[tuple[RunningRequest, list[int]]]:
+        """Those of a request's children that have not ended by the time they are come to: others may have their ids."""
+        for child, indices in running.children:
+            if self._by_id.get(child.request.id) is child:
+                yield child, indices
 
     def _free(self, running: RunningRequest, *, failed: bool) -> None:
         """Let go of everything that the request still holds; a failed one leaves no state."""
@@ -197,7 +196,7 @@ class RequestTable:
             self._free(running, failed=True)
             error = _without_frames(as_dag_error(caught))
             self._stats.finish(error, ())
-            for child in self._children(running):
+            for child, _ in self._children(running):
                 self.finish(child, _parent_failed(request_id, error))
             return FinishedEvent(request_id, (), error)
         self._stats.finish(None, choices)

@@ -30,7 +30,7 @@ class RunningRequest:
         arrival: its number in the order of submissions.
         parents: ids of requests of the same submission that it waits for.
         targets: what its references name, by index, and the first tokens held of it until this request began.
-        children: requests that wait for it, by id, and which of their references name it.
+        children: requests that wait for it, and which of their references name it.
         answers: finished ones, by index.
     """
 
@@ -39,7 +39,7 @@ class RunningRequest:
     arrival: int
     parents: set[str] = field(default_factory=set)
     targets: dict[int, tuple[ResolvedRef, int | None]] = field(default_factory=dict)
-    children: dict[str, list[int]] = field(default_factory=dict)
+    children: list[tuple[RunningRequest, list[int]]] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     answers: dict[int, Answer] = field(default_factory=dict)
     prepared: Prepared | None = None

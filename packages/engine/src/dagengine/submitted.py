@@ -10,7 +10,6 @@ from queue import SimpleQueue
 
 from .async_engine import EngineThread, MakeRequests, release_all
 from .core import EngineCore
-from .errors import DagError
 from .request import Event, FinishedEvent, Request
 
 
@@ -46,11 +45,7 @@ class Submitted:
             self._ids = [request.id for request in requests]
             return requests
 
-        try:
-            self._engine.ask_made(made, self._collect)
-        except DagError:
-            self._ids = []  # nothing of it runs, and an id of it may be somebody else's
-            raise
+        self._engine.ask_made(made, self._collect)
 
     def wait(self, request_ids: Sequence[str] | None = None) -> list[FinishedEvent]:
         """The terminal events of these requests, or of all, in order. From here on their states are the caller's."""
@@ -71,7 +66,10 @@ class Submitted:
 
         def give_up(core: EngineCore) -> None:
             for name in self._ids:
-                core.abort(name)
+                if self._engine.tells(
+                    name, self._collect
+                ):  # else it was refused, and the id may be somebody else's
+                    core.abort(name)
             for name, event in self._finished.items():
                 if name not in self._taken:
                     states = (choice.dag.state for choice in event.choices)

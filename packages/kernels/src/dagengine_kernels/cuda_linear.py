@@ -6,8 +6,9 @@
     few (`FEW_ROWS`)              gemv.cu, at the speed of the weight      inside                  inside
     up to 64 (`STREAMED_ROWS`)    streamed.cu, for capability 9.0          norm.cu                 inside
     more                          cuBLAS through torch                     norm.cu                 gate.cu
-    many (`GATED_ROWS`), gated    gated.cu, for capability 9.0 and y of    norm.cu                 inside
-                                  x's dtype without bias and residual
+    many (`GATED_ROWS`), gated    gated.cu where its tiles are `BUSY`, for  norm.cu                 inside
+                                  capability 9.0 and y of x's dtype
+                                  without bias and residual
     1 .. 16, batch_invariant      skinny.cu                                up to 8 rows inside     inside
     more, batch_invariant         tiled.cu, with skinny.cu's bits          norm.cu                 inside
 
@@ -77,7 +78,7 @@ class CudaLinear:
             default those of STREAMED_ROWS. Without effect if `batch_invariant`, and on devices of another capability
             than 9.0.
         gated_rows: from how many rows on gated.cu is used, more than KEPT_ROWS; by default GATED_ROWS. Without effect
-            where gated.cu is not for the layer or the device, and if `batch_invariant`.
+            where gated.cu is not for the layer or the device, or its tiles would not be BUSY, and if `batch_invariant`.
     Raises: KernelError (invalid_argument, or capability_missing where `unavailable` says why).
     """
 

@@ -12,13 +12,12 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from dagengine_kernels.fused.cuda import driver
 from dagengine_kernels.fused.cuda.driver import Kernel, Launch, Variant
 from dagengine_kernels.fused.cuda.params import packer
-from dagengine_kernels.fused.cuda.products import STEP, Layer, Product
+from dagengine_kernels.fused.cuda.products import STEP, Layer, Product, map_of
 from dagengine_kernels.fused.cuda.vectors import DTYPES
 
 CAPABILITY = (9, 0)
@@ -137,7 +136,7 @@ class Gated(Product):
         super().__init__(layer, launch, chosen.tiles)
         self._chosen = chosen
         rows, columns = weight.shape
-        self._weight_map = _map(weight.data_ptr(), weight.dtype, rows, columns, columns, OUTPUTS)
+        self._weight_map = map_of(weight.data_ptr(), weight.dtype, rows, columns, columns, OUTPUTS)
 
     def params(self, x: Tensor, residual: Tensor | None, y: Tensor) -> bytes:
         layer, chosen = self.layer, self._chosen
@@ -146,9 +145,9 @@ class Gated(Product):
         assert -(-rows // (chosen.cluster * ROWS)) == chosen.row_tiles
         pitch = x.stride(0) if rows > 1 else columns
         return _PARAMS.pack(
-            _map(x.data_ptr(), x.dtype, rows, columns, pitch, ROWS),
+            map_of(x.data_ptr(), x.dtype, rows, columns, pitch, ROWS),
             self._weight_map,
-            _map(y.data_ptr(), y.dtype, rows, outputs, outputs, STORED),
+            map_of(y.data_ptr(), y.dtype, rows, outputs, outputs, STORED),
             outputs,
             layer.steps,
             chosen.row_tiles,
@@ -159,19 +158,6 @@ class Gated(Product):
 def multiply(layer: Layer, chosen: Layout, x: Tensor, y: Tensor, *, pdl: bool = True) -> None:
     """One launch of `Gated`."""
     Gated(layer, chosen, pdl=pdl)(x, None, y)
-
-
-@functools.lru_cache(maxsize=1024)
-def _map(pointer: int, dtype: torch.dtype, rows: int, columns: int, pitch: int, box: int) -> bytes:
-    """The tensor map of [rows, columns], rows `pitch` elements apart, in boxes of [box, STEP]; zeros outside."""
-    return driver.tensor_map(
-        pointer,
-        dtype,
-        dims=(columns, rows),
-        strides_bytes=(pitch * dtype.itemsize,),
-        box=(STEP, box),
-        swizzle_128b=True,
-    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dagengine_kernels.fused.cuda import driver
 from dagengine_kernels.fused.cuda.driver import Launch, current_stream
 from dagengine_kernels.fused.cuda.params import address, packer
 from dagengine_kernels.fused.cuda.vectors import DTYPES
@@ -36,6 +38,19 @@ class Params(ctypes.Structure):
         ("tiles", ctypes.c_int),
         ("rounds", ctypes.c_int),
         ("eps", ctypes.c_float),
+    )
+
+
+@functools.lru_cache(maxsize=8192)
+def map_of(pointer: int, dtype: torch.dtype, rows: int, columns: int, pitch: int, box: int) -> bytes:
+    """The tensor map of [rows, columns], rows `pitch` elements apart, in boxes of [box, STEP]; zeros outside."""
+    return driver.tensor_map(
+        pointer,
+        dtype,
+        dims=(columns, rows),
+        strides_bytes=(pitch * dtype.itemsize,),
+        box=(STEP, box),
+        swizzle_128b=True,
     )
 
 

@@ -20,7 +20,7 @@ from dagengine_kernels.errors import INVALID_ARGUMENT, KernelError
 from dagengine_kernels.fused.cuda import driver
 from dagengine_kernels.fused.cuda.driver import Kernel, Variant
 from dagengine_kernels.fused.cuda.params import packer
-from dagengine_kernels.fused.cuda.products import STEP, Layer, Params, Product
+from dagengine_kernels.fused.cuda.products import STEP, Layer, Params, Product, map_of
 
 CAPABILITY = (9, 0)
 MAX_ROWS = 64
@@ -178,7 +178,7 @@ class Streamed(Product):
         super().__init__(layer, launch, chosen.tiles)
         box = chosen.tile // 2 if layer.gated else chosen.tile
         rows, columns = weight.shape
-        self._weight_map = _map(weight.data_ptr(), weight.dtype, rows, columns, columns, box)
+        self._weight_map = map_of(weight.data_ptr(), weight.dtype, rows, columns, columns, box)
         self._dtype, self._most = weight.dtype, chosen.columns
         self._columns = -(-layer.num_inputs // 8) * 8
         self._whole, self._vector = layer.num_outputs % 4 == 0, 4 * dtype.itemsize
@@ -189,7 +189,7 @@ class Streamed(Product):
             raise KernelError(INVALID_ARGUMENT, f"must have at most {self._most} rows, has {rows}", "x")
         whole = self._whole and self._in_vectors(y) and (residual is None or self._in_vectors(residual))
         pitch = x.stride(0) if rows > 1 else columns
-        x_map = _map(x.data_ptr(), self._dtype, rows, columns, pitch, self._most)
+        x_map = map_of(x.data_ptr(), self._dtype, rows, columns, pitch, self._most)
         return _LAUNCH.pack(self._weight_map, x_map, super().params(x, residual, y), whole)
 
     def _in_vectors(self, tensor: Tensor) -> bool:
@@ -202,19 +202,6 @@ def multiply(
 ) -> None:
     """One launch of `Streamed`."""
     Streamed(layer, chosen, y.dtype, pdl=pdl)(x, residual, y)
-
-
-@functools.lru_cache(maxsize=8192)
-def _map(pointer: int, dtype: torch.dtype, rows: int, columns: int, pitch: int, box: int) -> bytes:
-    """The tensor map of [rows, columns], rows `pitch` elements apart, in boxes of [box, STEP]; zeros outside."""
-    return driver.tensor_map(
-        pointer,
-        dtype,
-        dims=(columns, rows),
-        strides_bytes=(pitch * dtype.itemsize,),
-        box=(STEP, box),
-        swizzle_128b=True,
-    )
 
 
 @functools.cache

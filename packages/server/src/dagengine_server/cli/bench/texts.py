@@ -11,14 +11,15 @@ from typing import Protocol
 from ..console import CommandError
 from .words import COMMON
 
-
-class CountChat(Protocol):
-    def __call__(self, messages: Sequence[Mapping[str, str]], *, generate: bool) -> int: ...
-
-
 TRIES = 100
 ENOUGH = 128
 """Words that texts are made of, if the tokenizer has as many."""
+
+
+class CountChat(Protocol):
+    """Counts the tokens of messages as a prompt, with or without what asks for an answer."""
+
+    def __call__(self, messages: Sequence[Mapping[str, str]], *, generate: bool) -> int: ...
 
 
 class Texts:

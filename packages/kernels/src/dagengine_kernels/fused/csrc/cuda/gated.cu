@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS * 128 + 128, 1) gated(con
         consume(p, ring, rank, group, threadIdx.x % 128);
     }
     if constexpr (CLUSTER > 1) {   // a block's shared memory is there until the other neither fills nor frees it
-        cluster_arrive_having_read();
+        cluster_arrive();
         cluster_wait();
     }
 }
