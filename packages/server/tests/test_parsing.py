@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dagengine import DagError
 from dagengine_core_graph import SchemaError
 from dagengine_core_graph.query import load_query
-from dagengine_server.parsing import parse_json, parse_query_json
+from dagengine_server.parsing import is_small, parse_json, parse_query_json
 
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -83,3 +83,15 @@ def numbers(value: Any) -> list[Any]:
     if isinstance(value, list):
         return [number for member in value for number in numbers(member)]
     return [value]
+
+
+@given(VALUES, st.integers(1, 20))
+@settings(max_examples=40)
+def test_small_is_what_holds_few_values(value: Any, most: int) -> None:
+    assert is_small(value, most) == (count(value) <= most)
+
+
+def count(value: Any) -> int:
+    if isinstance(value, dict | list):
+        return 1 + sum(map(count, value.values() if isinstance(value, dict) else value))
+    return 1

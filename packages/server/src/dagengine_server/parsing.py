@@ -56,6 +56,19 @@ def parse_query_json(data: bytes) -> Any:
         return parse_json(data)  # what is wrong with it; or it is only nested more deeply than jiter goes
 
 
+def is_small(value: Any, most: int) -> bool:
+    """Whether a JSON value holds at most so many values, itself included; looks at no more than that."""
+    waiting, left = [value], most
+    while waiting:
+        left -= 1
+        found = waiting.pop()
+        if isinstance(found, dict | list):
+            if len(found) + len(waiting) > left:
+                return False
+            waiting += found.values() if isinstance(found, dict) else found
+    return True
+
+
 def parse_json(data: bytes) -> Any:
     """Strict JSON in UTF-8: no NaN, no number beyond a double, no half surrogate pairs, no field twice."""
     try:

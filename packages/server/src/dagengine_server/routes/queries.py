@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from dagengine import DagError, Keep
+from dagengine.encoded_queries import EncodedQuery, QueryDraft, draft_query
 from dagengine.errors import as_dag_error
-from dagengine.queries import EncodedQuery, QueryJob, QueryOptions, encode_query
+from dagengine.queries import QueryJob, QueryOptions
 from dagengine.query_results import Outcome, outcome_of
 from dagengine.query_run import QuerySubmission
 from dagengine.request import Choice, Event, FinishedEvent, TokenEvent
-from dagengine_core_graph.query import GenerateParams, Map, dump_query, load_query
+from dagengine_core_graph.query import GenerateParams, Map, Message, dump_query, load_query
 from dagengine_core_graph.query import Query as SpanQuery
 
 from ..answers import dag_object
 from ..errors import envelope
 from ..limits import MAX_CLIENT_ID
-from ..parsing import read_query_json
+from ..parsing import is_small, read_query_json
 from ..service import Service
 from ..sse import DONE, PING, EventStream, data_event, error_event, unless_disconnected
 from ..submission import Submission
 from .common import check_parameters, id_of, json_response, off_loop, service_of, tenant_of
 
 router = APIRouter(prefix="/v1/query", tags=["queries"], dependencies=[Depends(check_parameters)])
+T = TypeVar("T")
 SPNL_PREFIX = "spnl/"
+MOST_QUICK = 256
+"""JSON values of a body, and leaves and calls of a query, that are read and planned in about a millisecond."""
+MOST_QUICK_CHARACTERS = 4096
+"""Of texts that are tokenized in about a millisecond."""
 CACHE_SALT = Query(
     None, min_length=1, max_length=256, description="States and reuse are shared only within one salt."
 )
@@ -141,29 +147,39 @@ async def _encoded(
         fragment_ttl_s=service.fragments.ttl_s if service.fragments.most else None,
     )
 
-    def encode() -> tuple[EncodedQuery, bool]:
+    def load() -> SpanQuery:
         try:
-            query = load_query(value)
+            return _renamed(load_query(value))
         except Exception as error:
             raise as_dag_error(error) from None
-        encoded = encode_query(
-            _renamed(query),
+
+    query = await _quickly(is_small(value, MOST_QUICK), load)
+
+    def draft() -> QueryDraft:
+        found = draft_query(
+            query,
             service.prompts,
             salt=options.salt,
             retriever=service.retriever,
             reduce=reduce,
             max_nodes=service.settings.max_query_nodes,
         )
-        for name in encoded.lowered.models:
+        for name in found.lowered.models:
             service.check_model(name)
-        for node in encoded.lowered.nodes:
+        for node in found.lowered.nodes:
             if len(node.context) > service.settings.max_context:
                 message = f"a call sees at most {service.settings.max_context} parts"
                 raise DagError("capacity", message, node.path)
-        return encoded, isinstance(query, Map)
+        return found
 
-    encoded, texts = await off_loop(encode)
-    return encoded, options, texts
+    drafted = await _quickly(query.size <= MOST_QUICK and not query.retrieves, draft)
+    encoded = await _quickly(drafted.characters <= MOST_QUICK_CHARACTERS, drafted.encode)
+    return encoded, options, isinstance(query, Map)
+
+
+async def _quickly(quick: bool, function: Callable[[], T]) -> T:
+    """Run it here, where a thread of its own would take longer to wake than it does."""
+    return function() if quick else await off_loop(function)
 
 
 def _job(
@@ -321,6 +337,8 @@ def _unlocated(request_id: str, error: DagError) -> DagError:
 
 def _renamed(query: SpanQuery) -> SpanQuery:
     """The query with spnl's prefix taken off the models' names."""
+    if isinstance(query, Message):
+        return query
     below = query.subqueries
     renamed = tuple(_renamed(part) for part in below)
     if any(before is not after for before, after in zip(below, renamed, strict=True)):
