@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from dagengine_core_graph import Artifact
 from dagengine_core_graph.query import MAX_TOKENS, QueryNode
@@ -309,7 +309,7 @@ class _Builder:
                 self.params[id(node.generate)] = params
             if seed is None and params.seed is not None:
                 seed = seed_after(params.seed, node.sample)
-            return params if seed is None or seed == params.seed else replace(params, seed=seed)
+            return params if seed is None or seed == params.seed else params.with_seed(seed)
         except DagError as error:
             raise _at_option(node, error) from None
 
