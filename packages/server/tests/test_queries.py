@@ -233,6 +233,15 @@ def test_what_is_no_query_is_refused(server: Server) -> None:
     for name in ("position", "backend"):
         empty = execute(server, g(RAG), **{name: ""})
         assert (empty.status_code, empty.json()["error"]["param"]) == (400, name)
+    for name, value in (
+        ("reduce", "1"),
+        ("reduce", "x"),
+        ("keep_ttl_s", "0"),
+        ("backend", "b" * 65),
+        ("top", "1"),
+    ):
+        wrong = execute(server, g(RAG), **{name: value})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, name)
     long = execute(server, g(RAG, max_tokens=10**6)).json()["error"]
     assert (long["code"], long["param"]) == ("position_overflow", "g.max_tokens")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dagengine import DagError, Keep
@@ -25,28 +25,20 @@ from dagengine_core_graph.query import Query as SpanQuery
 from ..answers import dag_object
 from ..errors import envelope
 from ..limits import MAX_CLIENT_ID
+from ..parameters import ExecuteParameters, PrepareParameters, described, read_parameters
 from ..parsing import is_small, read_query_json
 from ..service import Service
 from ..sse import DONE, PING, EventStream, data_event, error_event, unless_disconnected
 from ..submission import Submission
-from .common import check_parameters, id_of, json_response, off_loop, service_of, tenant_of
+from .common import id_of, json_response, off_loop, service_of, tenant_of
 
-router = APIRouter(prefix="/v1/query", tags=["queries"], dependencies=[Depends(check_parameters)])
+router = APIRouter(prefix="/v1/query", tags=["queries"])
 T = TypeVar("T")
 SPNL_PREFIX = "spnl/"
 MOST_QUICK = 256
 """JSON values of a body, and leaves and calls of a query, that are read and planned in about a millisecond."""
 MOST_QUICK_CHARACTERS = 4096
 """Of texts that are tokenized in about a millisecond."""
-CACHE_SALT = Query(
-    None, min_length=1, max_length=256, description="States and reuse are shared only within one salt."
-)
-POSITION = Query(None, min_length=1, max_length=64, description="The position policy of every node.")
-BACKEND = Query(None, min_length=1, max_length=64, description="The attention backend of every node.")
-REDUCE = Query(
-    None, ge=2, description="Reduce judges declared closed to groups of so many candidates; not exact."
-)
-KEEP_TTL = Query(None, gt=0, le=10**9, description="Keep the answers' states for so many seconds.")
 
 
 @dataclass(frozen=True)
@@ -71,27 +63,17 @@ class Job:
         return outcome_of(self.query, 0, found, self.asked.facts)
 
 
-@router.post("/execute", openapi_extra={"x-body": "SpanQuery"})
-async def execute(
-    request: Request,
-    stream: bool = Query(
-        False, description="Server-sent events of text completions, in place of one answer."
-    ),
-    cache_salt: str | None = CACHE_SALT,
-    position: str | None = POSITION,
-    backend: str | None = BACKEND,
-    reduce: int | None = REDUCE,
-    keep_ttl_s: float | None = KEEP_TTL,
-) -> Response:
+@router.post("/execute", openapi_extra={"x-body": "SpanQuery", "parameters": described(ExecuteParameters)})
+async def execute(request: Request) -> Response:
     """Run a span query; nested calls are one graph. Answers of the calls that its result holds are the choices."""
-    service = service_of(request)
-    keep = None if keep_ttl_s is None else Keep(ttl_s=keep_ttl_s)
-    encoded, options, texts = await _encoded(request, cache_salt, position, backend, reduce, keep)
+    service, asked = service_of(request), read_parameters(request, ExecuteParameters)
+    keep = None if asked.keep_ttl_s is None else Keep(ttl_s=asked.keep_ttl_s)
+    encoded, options, texts = await _encoded(request, asked, asked.reduce, keep)
     job = _job(request, encoded, options, texts)
     headers = _echo(request)
     with service.submission(id_of(request), tenant_of(request), locate=_unlocated) as submission:
         await _start(service, job, submission)
-        if stream:
+        if asked.stream:
             source = _events(service, job, submission)
             return EventStream(source, lambda: service.end(id_of(request)), headers)
         outcome = await unless_disconnected(_outcome(service, job, submission), request.receive)
@@ -102,18 +84,13 @@ async def execute(
     return answer
 
 
-@router.post("/prepare", openapi_extra={"x-body": "SpanQuery"})
-async def prepare(
-    request: Request,
-    cache_salt: str | None = CACHE_SALT,
-    position: str | None = POSITION,
-    backend: str | None = BACKEND,
-) -> Response:
+@router.post("/prepare", openapi_extra={"x-body": "SpanQuery", "parameters": described(PrepareParameters)})
+async def prepare(request: Request) -> Response:
     """Compute what of a query needs no call, and keep it, so that executing it finds that: `{"success": true}`."""
-    service = service_of(request)
+    service, asked = service_of(request), read_parameters(request, PrepareParameters)
     if not service.settings.max_fragments:
         raise DagError("unsupported", "this server keeps no fragments; start it with --max-fragments above 0")
-    encoded, options, texts = await _encoded(request, cache_salt, position, backend, None, None)
+    encoded, options, texts = await _encoded(request, asked, None, None)
     job = _job(request, encoded, options, texts, prepare_only=True)
     with service.submission(id_of(request), tenant_of(request), locate=_unlocated) as submission:
         await _start(service, job, submission)
@@ -129,20 +106,15 @@ async def prepare(
 
 
 async def _encoded(
-    request: Request,
-    cache_salt: str | None,
-    position: str | None,
-    backend: str | None,
-    reduce: int | None,
-    keep: Keep | None,
+    request: Request, asked: PrepareParameters, reduce: int | None, keep: Keep | None
 ) -> tuple[EncodedQuery, QueryOptions, bool]:
     """Read, plan, lower and tokenize the body. Raises DagError naming the subtree."""
     service, value = service_of(request), await read_query_json(request)
     tenant = tenant_of(request)
     options = QueryOptions(
-        position=service.model.default_policy if position is None else position,
-        backend=backend,
-        salt=tenant.salt(cache_salt),
+        position=service.model.default_policy if asked.position is None else asked.position,
+        backend=asked.backend,
+        salt=tenant.salt(asked.cache_salt),
         keep=keep,
         fragment_ttl_s=service.fragments.ttl_s if service.fragments.most else None,
     )
