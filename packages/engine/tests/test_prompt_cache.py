@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dagengine import DagError
+from dagengine.encoded_queries import EncodedQuery, encode_query
 from dagengine.prompt_cache import Ids, PromptCache
-from dagengine.queries import EncodedQuery, encode_query
 from dagengine.tokenizer import Chat, ChatPrompt, Tokenizer
 from dagengine_core_graph.query import Query, cross, g, plus, repeat, system, user
 
@@ -123,6 +123,23 @@ def random_query(draw: random.Random, depth: int) -> Query:
     parts = [random_query(draw, depth - 1) for _ in range(draw.randint(1, 3))]
     called = g(cross(user(draw.choice("ab")), *parts))
     return draw.choice((cross(*parts), plus(*parts), called, repeat(2, called)))
+
+
+def test_a_look_up_tells_what_is_yet_to_be_encoded() -> None:
+    tokenizer = Counting()
+    cache = PromptCache(tokenizer)  # type: ignore[arg-type]
+    chats = [Chat([{"role": "user", "content": text}], False, False) for text in ("aa", "bbb", "aa", "bbb")]
+    chat(cache, "aa")
+    found = cache.look_up(chats, salt="")
+    assert (found.characters, tokenizer.asked) == (3, 1)
+    first, second, third, fourth = cache.encode(found)
+    assert first is third and second is fourth and tokenizer.asked == 2
+    assert cache.look_up(chats, salt="").characters == 0
+    assert cache.look_up(chats, salt="other").characters == 5
+    tokenizer.clock = None
+    assert cache.look_up(chats, salt="").characters == 10, (
+        "where only rendering shows what is asked, all is new"
+    )
 
 
 def test_what_a_template_says_of_the_time_is_not_remembered_beyond_it() -> None:

@@ -123,3 +123,16 @@ def test_a_mapping_is_checked_with_its_path() -> None:
         with pytest.raises(DagError) as caught:
             SamplingParams.from_mapping(options, "nodes[2].generate")
         assert (caught.value.code, caught.value.field) == ("invalid_request", field)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_another_seed_is_all_that_changes(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, stop=["a"], logit_bias={1: 2.0}, presence_penalty=0.5)
+    for _ in range(2):  # also once what follows from the parameters was asked for
+        other = params.with_seed(-3)
+        assert other == dataclasses.replace(params, seed=-3) and params.seed is None
+        assert (other.penalised, other.plain_greedy) == (params.penalised, params.plain_greedy)
+    for seed in (2**63, True, 1.0, "1"):
+        with pytest.raises(DagError) as caught:
+            params.with_seed(seed)  # type: ignore[arg-type]
+        assert caught.value.field == "seed"

@@ -16,6 +16,7 @@ from dagengine.request import Event
 from dagengine_core_graph.query import assistant, cross, load_query, monad, plus, system
 from dagengine_core_graph.query import g as g_of
 from dagengine_server.client import Client
+from dagengine_server.routes.common import off_loop
 from dagengine_server.submission import Submission
 
 PLAIN = {"Content-Type": "text/plain"}
@@ -232,8 +233,49 @@ def test_what_is_no_query_is_refused(server: Server) -> None:
     for name in ("position", "backend"):
         empty = execute(server, g(RAG), **{name: ""})
         assert (empty.status_code, empty.json()["error"]["param"]) == (400, name)
+    for name, value in (
+        ("reduce", "1"),
+        ("reduce", "x"),
+        ("keep_ttl_s", "0"),
+        ("backend", "b" * 65),
+        ("top", "1"),
+    ):
+        wrong = execute(server, g(RAG), **{name: value})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, name)
     long = execute(server, g(RAG, max_tokens=10**6)).json()["error"]
     assert (long["code"], long["param"]) == ("position_overflow", "g.max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("query", "hops"),
+    [
+        (g(RAG), 0),
+        (g({"user": "a b " * 2000}), 1),
+        (g({"plus": [{"user": "a"}, *[{"user": ""}] * 300]}), 2),
+        (
+            {
+                "repeat": {
+                    "n": 255,
+                    "g": {"model": MODEL, "max_tokens": 1, "input": {"cross": [{"user": ""}]}},
+                }
+            },
+            1,
+        ),
+    ],
+    ids=["short", "long text", "many values", "many calls"],
+)
+def test_only_what_takes_long_leaves_the_event_loop(
+    server: Server, monkeypatch: pytest.MonkeyPatch, query: Any, hops: int
+) -> None:
+    threads = []
+
+    async def counted(function: Callable[[], Any]) -> Any:
+        threads.append(function)
+        return await off_loop(function)
+
+    monkeypatch.setattr("dagengine_server.routes.queries.off_loop", counted)
+    execute(server, query)
+    assert len(threads) == hops
 
 
 def test_the_clients_id_is_given_back_and_ours_cancels(server: Server) -> None:

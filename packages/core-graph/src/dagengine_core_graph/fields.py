@@ -57,6 +57,8 @@ def text(value: object, path: str) -> str:
     """A string that can be encoded: half a surrogate pair cannot."""
     if not isinstance(value, str):
         raise SchemaError("invalid_request", f"a string is needed, not {short(value)}", path)
+    if value.isascii():
+        return value
     try:
         value.encode()
     except UnicodeEncodeError as error:

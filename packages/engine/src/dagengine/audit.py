@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from dagengine_core_graph import Artifact
 from dagengine_core_graph.query import Generate, Plus, Query, join_path, lower
 
+from .encoded_queries import EncodedQuery, encode_lowered
 from .errors import DagError
 from .held import HeldParams
 from .inputs import new_request_id
-from .queries import EncodedQuery, QueryOptions, encode_lowered
+from .queries import QueryOptions
 from .query_results import outcome_of
 from .query_run import run_queries
 from .request import Choice, Request

@@ -21,13 +21,14 @@ from .bulk import BulkResult, run_bulk
 from .calls import Call, Prompt, Prompts, keep_of, listed, sampling_params
 from .config import EngineConfig
 from .core import EngineCore
+from .encoded_queries import EncodedQuery, encode_query
 from .errors import DagError, as_dag_error, shown
 from .explain import Explanation, explain
 from .fragments import FragmentStates
 from .graph import Graph
 from .inputs import InputEncoder, build_request, new_request_id
 from .prompt_cache import PromptCache
-from .queries import EncodedQuery, QueryOptions, encode_query
+from .queries import QueryOptions
 from .query_results import QueryResult
 from .query_run import OnText, result_of, run_queries, texts_of
 from .request import Event, FinishedEvent, Keep, Request

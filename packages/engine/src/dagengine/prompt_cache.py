@@ -11,6 +11,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +37,29 @@ class Ids(tuple[int, ...]):
         return hashlib.blake2b(struct.pack(f"<{len(self)}q", *self), digest_size=16).digest()
 
 
+_Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Chats that a cache was asked for.
+
+    Attributes:
+        known: the prompts of those that were encoded before, None for the others; in the order of the chats.
+        new: the others, equal ones once, each with its places in that order.
+        clock: what the chat template would have read from the clock.
+    """
+
+    clock: tuple[str, ...] | None
+    known: Sequence[ChatPrompt | None]
+    new: Mapping[_Key, tuple[Chat, list[int]]]
+
+    @property
+    def characters(self) -> int:
+        """Of the messages that are yet to be encoded."""
+        return sum(len(message["content"]) for chat, _ in self.new.values() for message in chat.messages)
+
+
 class PromptCache:
     """A tokenizer for messages that remembers what it gave. Used by several threads.
 
@@ -47,7 +71,7 @@ class PromptCache:
     def __init__(self, tokenizer: Tokenizer | None, most_characters: int = DEFAULT_MOST_CHARACTERS) -> None:
         self._tokenizer, self._most = tokenizer, most_characters
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[Any, ...], ChatPrompt] = OrderedDict()
+        self._known: OrderedDict[_Key, tuple[_Key, ChatPrompt]] = OrderedDict()
         self._characters = 0
 
     def __len__(self) -> int:
@@ -67,36 +91,56 @@ class PromptCache:
 
         Raises: DagError `unsupported` without a tokenizer.
         """
+        return self.encode(self.look_up(chats, salt=salt))
+
+    def look_up(self, chats: Sequence[Chat], *, salt: str) -> Lookup:
+        """What is known of chats, for `encode`; takes no longer than hashing them does. Raises as `chats`."""
         if self._tokenizer is None:
             raise DagError(
                 "unsupported", "this model has no tokenizer; queries are made of messages", "query"
             )
         clock = self._tokenizer.read_clock()
+        new: dict[_Key, tuple[Chat, list[int]]] = {}
         if clock is None:
-            return [_hashed(found) for found in self._tokenizer.chats(chats)]
+            return Lookup(clock, [None] * len(chats), {(i,): (chat, [i]) for i, chat in enumerate(chats)})
         keys = [_key(chat, salt, clock) for chat in chats]
-        found: dict[tuple[Any, ...], ChatPrompt | DagError] = {}
+        known: list[ChatPrompt | None] = []
         with self._lock:
-            for key in keys:
-                known = self._known.get(key)
-                if known is not None:
-                    self._known.move_to_end(key)
-                    found[key] = known
-        new = {key: chat for key, chat in zip(keys, chats, strict=True) if key not in found}
-        if new:
-            encoded = map(_hashed, self._tokenizer.chats(list(new.values())))
-            found.update(zip(new, encoded, strict=True))
-            if self._tokenizer.read_clock() == clock:
-                with self._lock:
-                    for key in new:
-                        found[key] = self._remember(key, found[key])
-        return [found[key] for key in keys]
+            remembered = self._known
+            for index, key in enumerate(keys):
+                found = remembered.get(key)
+                if found is None:
+                    new.setdefault(key, (chats[index], []))[1].append(index)
+                    known.append(None)
+                else:
+                    remembered.move_to_end(found[0])  # that very key: its texts are not compared again
+                    known.append(found[1])
+        return Lookup(clock, known, new)
 
-    def _remember(self, key: tuple[Any, ...], prompt: ChatPrompt | DagError) -> ChatPrompt | DagError:
+    def encode(self, lookup: Lookup) -> list[ChatPrompt | DagError]:
+        """What `chats` gives."""
+        found: list[ChatPrompt | DagError | None] = list(lookup.known)
+        if lookup.new:
+            assert self._tokenizer is not None
+            encoded = [
+                _hashed(one) for one in self._tokenizer.chats([chat for chat, _ in lookup.new.values()])
+            ]
+            if lookup.clock is not None and self._tokenizer.read_clock() == lookup.clock:
+                with self._lock:
+                    encoded = [self._remember(key, one) for key, one in zip(lookup.new, encoded, strict=True)]
+            for (_, places), one in zip(lookup.new.values(), encoded, strict=True):
+                for place in places:
+                    found[place] = one
+        return found  # type: ignore[return-value]
+
+    def _remember(self, key: _Key, prompt: ChatPrompt | DagError) -> ChatPrompt | DagError:
         """Returns the prompt, or an equal one that another thread remembered meanwhile. Refusals are not."""
-        if isinstance(prompt, DagError) or key in self._known:
-            return self._known.get(key, prompt)
-        self._known[key] = prompt
+        known = self._known.get(key)
+        if known is not None:
+            return known[1]
+        if isinstance(prompt, DagError):
+            return prompt
+        self._known[key] = key, prompt
         self._characters += _length(key)
         while self._characters > self._most:
             forgotten, _ = self._known.popitem(last=False)
@@ -104,8 +148,8 @@ class PromptCache:
         return prompt
 
 
-def _key(chat: Chat, salt: str, clock: tuple[str, ...]) -> tuple[Any, ...]:
-    said = tuple((message["role"], message["content"]) for message in chat.messages)
+def _key(chat: Chat, salt: str, clock: tuple[str, ...]) -> _Key:
+    said = tuple([(message["role"], message["content"]) for message in chat.messages])
     return salt, chat.generate, chat.has_context, clock, said
 
 
@@ -113,5 +157,5 @@ def _hashed(prompt: ChatPrompt | DagError) -> ChatPrompt | DagError:
     return prompt if isinstance(prompt, DagError) else ChatPrompt(Ids(prompt.input_ids), prompt.turn_start)
 
 
-def _length(key: tuple[Any, ...]) -> int:
+def _length(key: _Key) -> int:
     return sum(len(text) for _, text in key[-1])

@@ -1,7 +1,7 @@
-"""Span queries to requests of one submission, and their events back to answers. Runs nothing.
+"""Encoded queries to requests of one submission, and their events back to answers. Runs nothing.
 
-    query ─ plan, lower ─► nodes ─ encode ─► EncodedQuery ─┐
-                                     kept fragments' states ─┴─ submit together ─► QueryJob ─► events ─► outcomes
+    EncodedQuery ───────────┐
+    kept fragments' states ─┴─ submit together ─► QueryJob ─► events ─► outcomes
 
 - A node is a request; a call's readers read its `turn` (its `output` where the chat template sets no turn apart).
 - A fragment, a node that reads and samples nothing, is a request of its own only where no equal one is there: kept from
@@ -12,34 +12,20 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from dagengine_core_graph import Artifact, GraphError
-from dagengine_core_graph.query import (
-    MAX_TOKENS,
-    FindFragments,
-    LoweredQuery,
-    Plan,
-    Query,
-    QueryNode,
-    lower,
-    plan,
-)
+from dagengine_core_graph import Artifact
+from dagengine_core_graph.query import MAX_TOKENS, QueryNode
 
 from .core import EngineCore
-from .errors import DagError, as_dag_error
+from .encoded_queries import EncodedQuery, held_state
+from .errors import DagError
 from .fragments import DEFAULT_TTL_S, FragmentKey
-from .held import HeldInput, HeldParams
 from .inputs import new_request_id
-from .prompt_cache import PromptCache
 from .request import ContextRef, FinishedEvent, Keep, Request, SpanName, check_parent
-from .retrievers import guarded
 from .sampling import SamplingParams, seed_after
-from .state import State
-from .tokenizer import Chat, ChatPrompt
+from .tokenizer import ChatPrompt
 
 CALL_FIELDS = ("max_tokens", "temperature")
 
@@ -66,41 +52,6 @@ class QueryOptions:
     seed: int | None = None
     keep: Keep | None = None
     fragment_ttl_s: float | None = DEFAULT_TTL_S
-
-
-@dataclass(frozen=True)
-class QueryTiming:
-    """Milliseconds until the engine is asked: to plan (retrieve included) and lower, and to tokenize."""
-
-    plan: float
-    tokenize: float
-
-
-@dataclass(frozen=True)
-class EncodedQuery:
-    """A lowered query whose inputs are tokens.
-
-    Attributes:
-        prompts: by node id; not of what was answered before.
-        fragments: nodes that read and sample nothing: their tokens, and how many equal ones stand before them in what
-            the same reader sees.
-    """
-
-    planned: Plan
-    lowered: LoweredQuery
-    prompts: Mapping[str, ChatPrompt]
-    fragments: Mapping[str, tuple[tuple[int, ...], int]]
-    timing: QueryTiming
-
-    @property
-    def answers(self) -> tuple[str, ...]:
-        """Ids of the calls whose answers the result holds and that are yet to be made, in order."""
-        return tuple(answer for answer in self.lowered.answers if answer in self.prompts)
-
-    @property
-    def num_tokens(self) -> int:
-        """Own input tokens of all nodes."""
-        return sum(len(prompt.input_ids) for prompt in self.prompts.values())
 
 
 @dataclass(frozen=True)
@@ -163,68 +114,6 @@ class _Target:
 
     def answered(self) -> ContextRef:
         return ContextRef(state=self.state, request=self.request, mode="artifact", span=self.answer)
-
-
-def encode_query(
-    query: Query,
-    prompts: PromptCache,
-    *,
-    salt: str = "",
-    retriever: FindFragments | None = None,
-    reduce: int | None = None,
-    max_nodes: int | None = None,
-) -> EncodedQuery:
-    """Plan, lower and tokenize a query; takes as long as tokenizing does.
-
-    Args:
-        salt: the tenant, whose encoded prompts are remembered.
-        max_nodes: refuse queries that stand for more leaves and calls; None is the plan's own limit.
-
-    Raises:
-        DagError: the field is the path of the subtree, in the given query or in the planned one. `unsupported` where
-            the model has no tokenizer, or calls name different models: an engine has one. `internal` where the
-            retriever failed.
-    """
-    begin = time.perf_counter()
-    try:
-        limits = {} if max_nodes is None else {"max_nodes": max_nodes}
-        finds = retriever and guarded(retriever)
-        planned = plan(query, retriever=finds, reduce=reduce, **limits)
-        lowered = lower(planned)
-    except GraphError as error:
-        raise as_dag_error(error) from None
-    plan_ms = (time.perf_counter() - begin) * 1e3
-    return encode_lowered(planned, lowered, prompts, salt, plan_ms=plan_ms)
-
-
-def encode_lowered(
-    planned: Plan, lowered: LoweredQuery, cache: PromptCache, salt: str = "", *, plan_ms: float = 0.0
-) -> EncodedQuery:
-    """Tokenize a lowered query that took `plan_ms` to plan and lower. Raises as `encode_query`."""
-    begin = time.perf_counter()
-    if len(lowered.models) > 1:
-        models = ", ".join(lowered.models)
-        raise DagError("unsupported", f"calls name several models ({models}); an engine has one", "model")
-    nodes = [
-        node
-        for node in lowered.nodes
-        if _held(node) is None and not any(isinstance(part, HeldInput) for part in node.parts)
-    ]
-    chats = [Chat(node.messages, node.generate is not None, node.continues) for node in nodes]
-    try:
-        found = cache.chats(chats, salt=salt) if chats else []
-    except DagError as error:
-        raise DagError(error.code, error.message, nodes[0].path or None) from None
-    prompts: dict[str, ChatPrompt] = {}
-    for node, prompt in zip(nodes, found, strict=True):
-        if isinstance(prompt, DagError):
-            raise DagError(prompt.code, prompt.message, node.path or None)
-        if not prompt.input_ids:
-            raise DagError("invalid_request", "the chat template makes no token of this", node.path or None)
-        prompts[node.id] = prompt
-    tokenize_ms = (time.perf_counter() - begin) * 1e3
-    timing = QueryTiming(plan_ms, tokenize_ms)
-    return EncodedQuery(planned, lowered, prompts, _fragments(lowered, prompts), timing)
 
 
 def fragment_keys(queries: Sequence[EncodedQuery], options: QueryOptions) -> list[FragmentKey]:
@@ -314,7 +203,7 @@ class _Builder:
     prepare_only: bool
     requests: list[Request] = field(default_factory=list)
     fragments: dict[str, FragmentKey] = field(default_factory=dict)
-    shared: dict[tuple[FragmentKey, int], _Target] = field(default_factory=dict)
+    shared: dict[FragmentKey, dict[int, _Target]] = field(default_factory=dict)
     places: list[dict[str, str]] = field(default_factory=list)
     nodes_of: dict[str, list[tuple[int, QueryNode]]] = field(default_factory=dict)
     params: dict[int, SamplingParams] = field(default_factory=dict)
@@ -332,12 +221,15 @@ class _Builder:
     def add(self, index: int) -> None:
         query = self.queries[index]
         targets: dict[str, _Target] = {}
-        place: dict[str, str] = {}
         read = {str(ref.node) for node in query.lowered.nodes for ref in node.context}
         waited = {node.reuses for node in query.lowered.nodes}
-        self.places.append(place)
+        self.places.append({})
         for node in query.lowered.nodes:
-            held = _held(node)
+            if node.id in query.fragments:
+                target = targets[node.id] = self.fragment(query, node)
+                self.placed(index, node, target)
+                continue
+            held = held_state(node)
             if held is not None:
                 targets[node.id] = _Target(state=held.id, answer="turn" if "turn" in held.spans else "output")
                 continue
@@ -347,33 +239,35 @@ class _Builder:
                 node.generate is not None or any(str(ref.node) not in targets for ref in node.context)
             ):
                 continue
-            if node.id in query.fragments:
-                target = self.fragment(query, node)
-            else:
-                unread = node.id not in read and node.id not in waited
-                target = self.node(query, node, targets, unread, self.seeds[index].get(node.id))
+            unread = node.id not in read and node.id not in waited
+            target = self.node(query, node, targets, unread, self.seeds[index].get(node.id))
             targets[node.id] = target
-            if target.request is not None:
-                place[node.id] = target.request
-                self.nodes_of.setdefault(target.request, []).append((index, node))
+            self.placed(index, node, target)
+
+    def placed(self, index: int, node: QueryNode, target: _Target) -> None:
+        if target.request is not None:
+            self.places[index][node.id] = target.request
+            self.nodes_of.setdefault(target.request, []).append((index, node))
 
     def fragment(self, query: EncodedQuery, node: QueryNode) -> _Target:
         ids, slot = query.fragments[node.id]
         key = FragmentKey(ids, self.options.backend, self.options.salt)
-        target = self.shared.get((key, slot))
+        shared = self.shared.setdefault(key, {})
+        target = shared.get(slot)
         if target is not None:
             return target
-        if slot == 0 and key in self.kept:
-            target = _Target(state=self.kept[key])
+        state = None if slot else self.kept.get(key)
+        if state is not None:
+            target = _Target(state=state)
         else:
-            first = self.shared[key, 0].request if slot else None
+            first = shared[0].request if slot else None
             after = () if first is None else (first,)
             ttl = self.options.fragment_ttl_s if slot == 0 else None
             target = self.request(query.prompts[node.id], None, (), after, Keep(ttl_s=ttl) if ttl else None)
             if slot == 0 and ttl:
                 assert target.request is not None
                 self.fragments[target.request] = key
-        self.shared[key, slot] = target
+        shared[slot] = target
         return target
 
     def node(
@@ -415,7 +309,7 @@ class _Builder:
                 self.params[id(node.generate)] = params
             if seed is None and params.seed is not None:
                 seed = seed_after(params.seed, node.sample)
-            return params if seed is None or seed == params.seed else replace(params, seed=seed)
+            return params if seed is None or seed == params.seed else params.with_seed(seed)
         except DagError as error:
             raise _at_option(node, error) from None
 
@@ -454,42 +348,3 @@ class _Builder:
             tuple(self.places),
             {request: tuple(nodes) for request, nodes in self.nodes_of.items()},
         )
-
-
-def _fragments(
-    lowered: LoweredQuery, prompts: Mapping[str, ChatPrompt]
-) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Nodes that read and sample nothing, numbered among the equal ones that the same reader sees.
-
-    A node is inherited by one other at most, so what a reader sees is a tree under it, and no other reader sees any of
-    that.
-    """
-    inherited: dict[str, list[str]] = {}
-    parents: set[str] = set()
-    plain = {
-        node.id: prompts[node.id].input_ids
-        for node in lowered.nodes
-        if node.generate is None and not node.context and node.id in prompts
-    }
-    for node in lowered.nodes:
-        below: list[str] = [node.id] if node.id in plain else []
-        for ref in node.context:
-            if not isinstance(ref, Artifact):
-                below += inherited[str(ref.node)]
-                parents.add(str(ref.node))
-        inherited[node.id] = below
-    found: dict[str, tuple[tuple[int, ...], int]] = {}
-    for node in lowered.nodes:
-        if node.id in parents:
-            continue
-        seen: Counter[tuple[int, ...]] = Counter()
-        for name in inherited[node.id]:
-            ids = plain[name]
-            found[name] = ids, seen[ids]
-            seen[ids] += 1
-    return found
-
-
-def _held(node: QueryNode) -> State | None:
-    """The state of a call that was answered before."""
-    return node.generate.state if isinstance(node.generate, HeldParams) else None

@@ -11,10 +11,11 @@ from typing import Any, Self
 from dagengine_core_graph.query import NOTHING, Generate, Join, Monad, Plan, Query, dump_query
 
 from .async_engine import EngineThread
+from .encoded_queries import QueryTiming
 from .errors import DagError
 from .held import HeldParams, held_answer
 from .prompt_cache import Ids
-from .queries import QueryJob, QueryTiming
+from .queries import QueryJob
 from .records import FORMAT
 from .request import Choice, FinishedEvent
 from .state import Result, Usage, make_result

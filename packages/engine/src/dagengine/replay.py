@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from dagengine_core_graph.query import FORMAT as QUERY_FORMAT
 from dagengine_core_graph.query import load_query
 
+from .encoded_queries import encode_query
 from .errors import DagError, as_dag_error, shown
 from .inputs import new_request_id
-from .queries import QueryOptions, encode_query
+from .queries import QueryOptions
 from .query_results import input_digest
 from .query_run import run_queries
 from .records import FORMAT

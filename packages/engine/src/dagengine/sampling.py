@@ -107,6 +107,13 @@ class SamplingParams:
         if self.n > 1 and self.temperature == 0.0:
             raise _bad("n", "must be 1 when temperature is 0: greedy answers are all the same", self.n)
 
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same with another seed; the rest is not checked again. Raises DagError for what is no seed."""
+        _integer("seed", seed, -MAX_SEED - 1, MAX_SEED)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, seed=seed)
+        return other
+
     @classmethod
     def from_mapping(cls, options: Mapping[str, object], path: str = "") -> SamplingParams:
         """Build from JSON-like options; an unknown key is an error that names `path` and the key."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from reprlib import repr as shortened
 from typing import Any, TypeVar
 
+import jiter
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
@@ -32,18 +33,40 @@ async def read_json(request: Request, *, optional: bool = False) -> Any:
     data = await request.body()
     if optional and not data:
         return None
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise DagError("unsupported_media_type", "send the body as application/json", "Content-Type")
+    _check_kind(request.headers.get("content-type", ""))
     return parse_json(data)
 
 
 async def read_query_json(request: Request) -> Any:
-    """The body's JSON value, sent as JSON or, as spnl's client does, as plain text. Raises as `read_json`."""
-    kind = request.headers.get("content-type", "text/plain").partition(";")[0].strip().lower()
-    if kind == "text/plain":
-        return parse_json(await request.body())
-    return await read_json(request)
+    """What `parse_query_json` makes of the body, sent as JSON or, as spnl's client does, as plain text. Raises as
+    `read_json`.
+    """
+    data = await request.body()
+    _check_kind(request.headers.get("content-type", "text/plain"), "text/plain")
+    return parse_query_json(data)
+
+
+def parse_query_json(data: bytes) -> Any:
+    """What `parse_json` gives, in a tenth of its time; a number beyond a double is an infinity, which is refused where
+    a query is read, by its path. Raises as `parse_json`.
+    """
+    try:
+        return jiter.from_json(data, allow_inf_nan=False, cache_mode="keys", catch_duplicate_keys=True)
+    except ValueError:
+        return parse_json(data)  # what is wrong with it; or it is only nested more deeply than jiter goes
+
+
+def is_small(value: Any, most: int) -> bool:
+    """Whether a JSON value holds at most so many values, itself included; looks at no more than that."""
+    waiting, left = [value], most
+    while waiting:
+        left -= 1
+        found = waiting.pop()
+        if isinstance(found, dict | list):
+            if len(found) + len(waiting) > left:
+                return False
+            waiting += found.values() if isinstance(found, dict) else found
+    return True
 
 
 def parse_json(data: bytes) -> Any:
@@ -58,6 +81,13 @@ def parse_json(data: bytes) -> Any:
     if BACKSLASH in text and SURROGATE_ESCAPE.search(text):
         _require_unicode(value)
     return value
+
+
+def _check_kind(content_type: str, *others: str) -> None:
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind in ("application/json", *others) or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    raise DagError("unsupported_media_type", "send the body as application/json", "Content-Type")
 
 
 def parse_body(model: type[Body], value: Any, path: str = "") -> Body:

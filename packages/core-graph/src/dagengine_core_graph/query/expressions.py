@@ -42,6 +42,11 @@ class Query:
     depth: int
 
     @property
+    def retrieves(self) -> bool:
+        """Whether it holds a retrieval, and so takes as long to plan as the retriever does."""
+        return bool(self.kinds & RETRIEVE)
+
+    @property
     def subqueries(self) -> tuple[Query, ...]:
         """The subtrees, in order."""
         return ()

@@ -121,7 +121,7 @@ class _Loader:
         ((tag, content),) = value.items()
         if tag not in self.tags:
             raise SchemaError("invalid_request", self._unknown(tag), path)
-        here = join(path, tag)
+        here = f"{path}.{tag}" if path else tag
         if tag in ROLES:
             return Message(tag, fields.text(content, here))
         if tag in JOINS:
@@ -152,7 +152,7 @@ class _Loader:
         items = fields.items(value, path)
         if not items:
             raise SchemaError("invalid_request", "at least one part is needed; leave out what is empty", path)
-        return tuple(self.query(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(items))
+        return tuple([self.query(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(items)])
 
     def _generate(self, value: object, path: str, depth: int) -> Generate:
         found = fields.members(value, path, (*PARAMS, "input", *(("options", "closed") if self.ours else ())))

@@ -224,9 +224,10 @@ def query_tokens(planned: Query, model: str, policy: str, engine: Mapping[str, A
         DagError: the model, or the path of a subtree.
     """
     from dagengine import EngineConfig
+    from dagengine.encoded_queries import encode_query
     from dagengine.explain import explain
     from dagengine.prompt_cache import PromptCache
-    from dagengine.queries import QueryOptions, encode_query, query_job
+    from dagengine.queries import QueryOptions, query_job
 
     from .planning import planning_core
 

@@ -17,6 +17,7 @@ from dagengine.request import Request as EngineRequest
 
 from ..answers import to_json
 from ..errors import renamed
+from ..parameters import check_names
 from ..protocol import DagOptions
 from ..service import Service, Tenant
 from ..sse import unless_disconnected
@@ -59,15 +60,7 @@ async def off_loop(function: Callable[[], T]) -> T:
 async def check_parameters(request: Request) -> None:
     """Refuse URL parameters that the route does not have, or has twice. Raises DagError `invalid_request`."""
     known = [field.alias for field in request.scope["route"].dependant.query_params]
-    given = [name for name, _ in request.query_params.multi_items()]
-    unknown = list(dict.fromkeys(name for name in given if name not in known))
-    if unknown:
-        names = ", ".join(repr(name[:100]) for name in unknown[:8])
-        rule = f"this route has {', '.join(known)}" if known else "this route has none"
-        raise DagError("invalid_request", f"unknown URL parameters {names}; {rule}", unknown[0])
-    twice = next((name for name in given if given.count(name) > 1), None)
-    if twice is not None:
-        raise DagError("invalid_request", "give this URL parameter once", twice)
+    check_names([name for name, _ in request.query_params.multi_items()], known)
 
 
 def engine_request(

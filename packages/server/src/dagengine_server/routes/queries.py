@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dagengine import DagError, Keep
+from dagengine.encoded_queries import EncodedQuery, QueryDraft, draft_query
 from dagengine.errors import as_dag_error
-from dagengine.queries import EncodedQuery, QueryJob, QueryOptions, encode_query
+from dagengine.queries import QueryJob, QueryOptions
 from dagengine.query_results import Outcome, outcome_of
 from dagengine.query_run import QuerySubmission
 from dagengine.request import Choice, Event, FinishedEvent, TokenEvent
-from dagengine_core_graph.query import GenerateParams, Map, dump_query, load_query
+from dagengine_core_graph.query import GenerateParams, Map, Message, dump_query, load_query
 from dagengine_core_graph.query import Query as SpanQuery
 
 from ..answers import dag_object
 from ..errors import envelope
 from ..limits import MAX_CLIENT_ID
-from ..parsing import read_query_json
+from ..parameters import ExecuteParameters, PrepareParameters, described, read_parameters
+from ..parsing import is_small, read_query_json
 from ..service import Service
 from ..sse import DONE, PING, EventStream, data_event, error_event, unless_disconnected
 from ..submission import Submission
-from .common import check_parameters, id_of, json_response, off_loop, service_of, tenant_of
+from .common import id_of, json_response, off_loop, service_of, tenant_of
 
-router = APIRouter(prefix="/v1/query", tags=["queries"], dependencies=[Depends(check_parameters)])
+router = APIRouter(prefix="/v1/query", tags=["queries"])
+T = TypeVar("T")
 SPNL_PREFIX = "spnl/"
-CACHE_SALT = Query(
-    None, min_length=1, max_length=256, description="States and reuse are shared only within one salt."
-)
-POSITION = Query(None, min_length=1, max_length=64, description="The position policy of every node.")
-BACKEND = Query(None, min_length=1, max_length=64, description="The attention backend of every node.")
-REDUCE = Query(
-    None, ge=2, description="Reduce judges declared closed to groups of so many candidates; not exact."
-)
-KEEP_TTL = Query(None, gt=0, le=10**9, description="Keep the answers' states for so many seconds.")
+MOST_QUICK = 256
+"""JSON values of a body, and leaves and calls of a query, that are read and planned in about a millisecond."""
+MOST_QUICK_CHARACTERS = 4096
+"""Of texts that are tokenized in about a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -65,27 +63,17 @@ class Job:
         return outcome_of(self.query, 0, found, self.asked.facts)
 
 
-@router.post("/execute", openapi_extra={"x-body": "SpanQuery"})
-async def execute(
-    request: Request,
-    stream: bool = Query(
-        False, description="Server-sent events of text completions, in place of one answer."
-    ),
-    cache_salt: str | None = CACHE_SALT,
-    position: str | None = POSITION,
-    backend: str | None = BACKEND,
-    reduce: int | None = REDUCE,
-    keep_ttl_s: float | None = KEEP_TTL,
-) -> Response:
+@router.post("/execute", openapi_extra={"x-body": "SpanQuery", "parameters": described(ExecuteParameters)})
+async def execute(request: Request) -> Response:
     """Run a span query; nested calls are one graph. Answers of the calls that its result holds are the choices."""
-    service = service_of(request)
-    keep = None if keep_ttl_s is None else Keep(ttl_s=keep_ttl_s)
-    encoded, options, texts = await _encoded(request, cache_salt, position, backend, reduce, keep)
+    service, asked = service_of(request), read_parameters(request, ExecuteParameters)
+    keep = None if asked.keep_ttl_s is None else Keep(ttl_s=asked.keep_ttl_s)
+    encoded, options, texts = await _encoded(request, asked, asked.reduce, keep)
     job = _job(request, encoded, options, texts)
     headers = _echo(request)
     with service.submission(id_of(request), tenant_of(request), locate=_unlocated) as submission:
         await _start(service, job, submission)
-        if stream:
+        if asked.stream:
             source = _events(service, job, submission)
             return EventStream(source, lambda: service.end(id_of(request)), headers)
         outcome = await unless_disconnected(_outcome(service, job, submission), request.receive)
@@ -96,18 +84,13 @@ async def execute(
     return answer
 
 
-@router.post("/prepare", openapi_extra={"x-body": "SpanQuery"})
-async def prepare(
-    request: Request,
-    cache_salt: str | None = CACHE_SALT,
-    position: str | None = POSITION,
-    backend: str | None = BACKEND,
-) -> Response:
+@router.post("/prepare", openapi_extra={"x-body": "SpanQuery", "parameters": described(PrepareParameters)})
+async def prepare(request: Request) -> Response:
     """Compute what of a query needs no call, and keep it, so that executing it finds that: `{"success": true}`."""
-    service = service_of(request)
+    service, asked = service_of(request), read_parameters(request, PrepareParameters)
     if not service.settings.max_fragments:
         raise DagError("unsupported", "this server keeps no fragments; start it with --max-fragments above 0")
-    encoded, options, texts = await _encoded(request, cache_salt, position, backend, None, None)
+    encoded, options, texts = await _encoded(request, asked, None, None)
     job = _job(request, encoded, options, texts, prepare_only=True)
     with service.submission(id_of(request), tenant_of(request), locate=_unlocated) as submission:
         await _start(service, job, submission)
@@ -123,47 +106,52 @@ async def prepare(
 
 
 async def _encoded(
-    request: Request,
-    cache_salt: str | None,
-    position: str | None,
-    backend: str | None,
-    reduce: int | None,
-    keep: Keep | None,
+    request: Request, asked: PrepareParameters, reduce: int | None, keep: Keep | None
 ) -> tuple[EncodedQuery, QueryOptions, bool]:
     """Read, plan, lower and tokenize the body. Raises DagError naming the subtree."""
     service, value = service_of(request), await read_query_json(request)
     tenant = tenant_of(request)
     options = QueryOptions(
-        position=service.model.default_policy if position is None else position,
-        backend=backend,
-        salt=tenant.salt(cache_salt),
+        position=service.model.default_policy if asked.position is None else asked.position,
+        backend=asked.backend,
+        salt=tenant.salt(asked.cache_salt),
         keep=keep,
         fragment_ttl_s=service.fragments.ttl_s if service.fragments.most else None,
     )
 
-    def encode() -> tuple[EncodedQuery, bool]:
+    def load() -> SpanQuery:
         try:
-            query = load_query(value)
+            return _renamed(load_query(value))
         except Exception as error:
             raise as_dag_error(error) from None
-        encoded = encode_query(
-            _renamed(query),
+
+    query = await _quickly(is_small(value, MOST_QUICK), load)
+
+    def draft() -> QueryDraft:
+        found = draft_query(
+            query,
             service.prompts,
             salt=options.salt,
             retriever=service.retriever,
             reduce=reduce,
             max_nodes=service.settings.max_query_nodes,
         )
-        for name in encoded.lowered.models:
+        for name in found.lowered.models:
             service.check_model(name)
-        for node in encoded.lowered.nodes:
+        for node in found.lowered.nodes:
             if len(node.context) > service.settings.max_context:
                 message = f"a call sees at most {service.settings.max_context} parts"
                 raise DagError("capacity", message, node.path)
-        return encoded, isinstance(query, Map)
+        return found
 
-    encoded, texts = await off_loop(encode)
-    return encoded, options, texts
+    drafted = await _quickly(query.size <= MOST_QUICK and not query.retrieves, draft)
+    encoded = await _quickly(drafted.characters <= MOST_QUICK_CHARACTERS, drafted.encode)
+    return encoded, options, isinstance(query, Map)
+
+
+async def _quickly(quick: bool, function: Callable[[], T]) -> T:
+    """Run it here, where a thread of its own would take longer to wake than it does."""
+    return function() if quick else await off_loop(function)
 
 
 def _job(
@@ -321,6 +309,8 @@ def _unlocated(request_id: str, error: DagError) -> DagError:
 
 def _renamed(query: SpanQuery) -> SpanQuery:
     """The query with spnl's prefix taken off the models' names."""
+    if isinstance(query, Message):
+        return query
     below = query.subqueries
     renamed = tuple(_renamed(part) for part in below)
     if any(before is not after for before, after in zip(below, renamed, strict=True)):

@@ -7,20 +7,22 @@ begin when a request that was made into bytes before is sent.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 
 from dagengine_core_graph.query import Query, dump_query
 
 from ..console import CommandError
+from .events import EventStreams, Refused
 from .http_load import base_url, headers, served_model
 from .latency import Stream
 
@@ -89,6 +91,7 @@ class Endpoint:
         self._client = httpx.AsyncClient(
             base_url=base_url(url), headers=headers(api_key), timeout=TIMEOUT_S, limits=limits
         )
+        self._streams = EventStreams(base_url(url), {**headers(api_key), **JSON}, TIMEOUT_S)
         self._salts = f"bench-{uuid.uuid4().hex}"
         self._used: set[str] = set()
 
@@ -160,6 +163,7 @@ class Endpoint:
             for name in sorted(self._used):
                 self.release(name)
         finally:
+            self._streams.close()
             self._runner.run(self._client.aclose())
             self._runner.close()
 
@@ -207,23 +211,20 @@ class Endpoint:
             raise _strange() from None
 
     def _streamed(self, path: str, params: Mapping[str, str], body: Mapping[str, Any]) -> Reply:
-        return self._runner.run(self._stream(path, params, json.dumps(body).encode()))
+        reply, data = Reply(), json.dumps(body).encode()
 
-    async def _stream(self, path: str, params: Mapping[str, str], body: bytes) -> Reply:
-        request = self._client.build_request("POST", path, params=params, content=body, headers=JSON)
-        reply = Reply(begin=time.perf_counter())
+        def take(at: float, line: bytes) -> None:
+            if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                _take(at, json.loads(line[5:]), reply)
+
         try:
-            async with aclosing(await self._client.send(request, stream=True)) as answer:
-                if answer.status_code != 200:
-                    raise _refusal(answer.status_code, (await answer.aread()).decode(errors="replace"))
-                async for line in answer.aiter_lines():
-                    if line.startswith("data:") and line[5:].strip() != "[DONE]":
-                        _take(time.perf_counter(), json.loads(line[5:]), reply)
-        except httpx.HTTPError as error:
+            reply.begin, reply.end = self._streams.post(f"{path}?{urlencode(params)}", data, take)
+        except Refused as refused:
+            raise _refusal(refused.status, refused.text) from None
+        except (OSError, http.client.HTTPException) as error:
             raise _silent(error) from None
         except (ValueError, KeyError, TypeError):
             raise _strange() from None
-        reply.end = time.perf_counter()
         if "waited" not in reply.dag.get("timing_ms", ()):
             raise _strange()
         begin, end = reply.dag["spans"]["output"]
@@ -267,7 +268,7 @@ def _strange() -> CommandError:
     )
 
 
-def _silent(error: httpx.HTTPError) -> CommandError:
+def _silent(error: Exception) -> CommandError:
     return CommandError(
         f"the server does not answer: {type(error).__name__}: {error}", "endpoint", "unavailable"
     )
