@@ -26,9 +26,10 @@ from dagengine_core_graph.query import FindFragments, Query
 
 from .bulk_order import ORDERS, order_queries, windows_of
 from .core import EngineCore
+from .encoded_queries import EncodedQuery
 from .errors import DagError
 from .inputs import new_request_id
-from .queries import EncodedQuery, QueryOptions, fragment_keys
+from .queries import QueryOptions, fragment_keys
 from .query_results import QueryResult, QueryTokens
 from .query_run import QueryRun, release_answers, result_of
 from .request import FinishedEvent, Keep, Request

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from .async_engine import EngineThread, MakeRequests
 from .calls import release_states
 from .core import EngineCore
+from .encoded_queries import EncodedQuery
 from .errors import DagError
 from .fragments import FragmentKey, FragmentStates
-from .queries import EncodedQuery, QueryJob, QueryOptions, fragment_keys, locate_refusal, query_job
+from .queries import QueryJob, QueryOptions, fragment_keys, locate_refusal, query_job
 from .query_results import QueryResult, outcome_of, query_result
 from .request import Event, FinishedEvent, Request, TokenEvent
 from .submitted import Submitted
