@@ -125,7 +125,7 @@ class QueryRun:
         return {event.request_id: event for event in events}
 
     def cancel(self) -> None:
-        """End what has not finished, and release every state but those of kept fragments. At any time; does not wait."""
+        """End what has not finished, and release all states but those of kept fragments. At any time; does not wait."""
         self._submitted.cancel()
 
     def _keep(self, events: Sequence[FinishedEvent]) -> None:
