@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from scripted_text import text_core
 
 import dagengine.bulk
-from dagengine import LLM, DagError, SamplingParams
+from dagengine import LLM, BulkResult, DagError, Result, SamplingParams
 from dagengine.query_results import QueryResult
 from dagengine.request import Request
 from dagengine.submitted import Submitted
@@ -58,22 +59,23 @@ class Interrupted:
         raise KeyboardInterrupt
 
 
-def bulk(llm: LLM) -> None:
-    queries = [g(cross(plus(f"piece {number}"), "question")) for number in range(3)]
-    llm.query_bulk(queries, window=2)
+def bulk(llm: LLM) -> BulkResult:
+    queries = [g(cross(plus(f"piece {number}"), "question"), max_tokens=2) for number in range(3)]
+    return llm.query_bulk(queries, window=2, keep=True)
 
 
-def query(llm: LLM) -> None:
-    llm.query(g(cross(plus("piece"), "question")))
+def query(llm: LLM) -> QueryResult:
+    return llm.query(g(cross(plus("piece"), "question"), max_tokens=2))
 
 
-def generate(llm: LLM) -> None:
-    llm.generate([7, 8, 9])
+def generate(llm: LLM) -> Result:
+    result: Result = llm.generate([7, 8, 9], max_tokens=2)
+    return result
 
 
 @pytest.mark.parametrize("call", [bulk, query, generate])
 def test_an_interrupt_anywhere_until_the_call_waits_leaves_nothing_running(
-    call: Callable[[LLM], None], monkeypatch: pytest.MonkeyPatch
+    call: Callable[[LLM], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dagengine.submitted.SimpleQueue", Interrupted)
     core = text_core()
@@ -87,6 +89,29 @@ def test_an_interrupt_anywhere_until_the_call_waits_leaves_nothing_running(
             if not interrupt.came:
                 return
     raise AssertionError("it never waited")
+
+
+@pytest.mark.parametrize("call", [bulk, query, generate])
+def test_an_interrupt_anywhere_leaves_no_state_of_an_answer(
+    call: Callable[[LLM], BulkResult | QueryResult | Result],
+) -> None:
+    with LLM(core=text_core()) as llm:
+        for place in range(2000):
+            interrupt = Interrupt(place)
+            try:
+                with interrupt:
+                    result = call(llm)
+            except KeyboardInterrupt:
+                pass
+            else:
+                if not interrupt.came:
+                    result.close()
+                    return
+            while llm.engine.ask(lambda core: core.has_work):
+                time.sleep(0.001)
+            kept = llm.engine.ask(lambda core: (core.store.stats().handles, len(llm.fragments)))
+            assert kept[0] == kept[1], f"place {place}"
+    raise AssertionError("it never ended")
 
 
 @pytest.mark.parametrize("place", range(4))

@@ -77,6 +77,31 @@ def test_abort_at_every_step_of_every_request(victim: str) -> None:
     assert aborted > 2
 
 
+@pytest.mark.parametrize("later_s", [0.0, 2.0, 1e6])
+def test_an_abort_of_an_answer_whose_siblings_state_has_expired_is_told(later_s: float) -> None:
+    run = world()
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, n=4, seed=3, stop_token_ids=tuple(range(200)))
+    run.core.submit(Request("many", (7, 8, 9), sampling, keep=Keep(ttl_s=1.0)))
+    running = run.core._requests.by_id["many"]
+    events: list[Event] = []
+    while not running.answers:
+        events += run.core.step()
+    assert len(running.answers) < 4
+    run.now += later_s
+    run.core.pump()
+    run.core.take_events()
+    run.now += later_s
+    run.core.store.expire()
+    assert run.core.abort("many")
+    (end,) = run.core.take_events()
+    assert isinstance(end, FinishedEvent) and end.error is not None and end.error.code == "cancelled"
+    while run.core.has_work:
+        run.core.step()
+    run.core.store.expire()
+    run.core.store.check()
+    assert run.core.store.stats().handles == 0
+
+
 def test_the_crowd_restores_and_preempts() -> None:
     run = crowd()
     run.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from dagengine import DagError
 from dagengine.encoded_queries import EncodedQuery, encode_query
-from dagengine.prompt_cache import Ids, PromptCache
+from dagengine.prompt_cache import ENTRY_CHARACTERS, Ids, PromptCache
 from dagengine.tokenizer import Chat, ChatPrompt, Tokenizer
 from dagengine_core_graph.query import Query, cross, g, plus, repeat, system, user
 
@@ -175,14 +176,43 @@ def test_another_tenants_text_is_encoded_again() -> None:
 
 def test_what_was_used_longest_ago_is_forgotten() -> None:
     tokenizer = Counting()
-    cache = PromptCache(tokenizer, most_characters=6)  # type: ignore[arg-type]
+    cache = PromptCache(tokenizer, most_characters=2 * (ENTRY_CHARACTERS + 3))  # type: ignore[arg-type]
     for text in ("aaa", "bbb", "aaa", "ccc", "aaa"):
         chat(cache, text)
     assert (len(cache), tokenizer.asked) == (2, 3)
     chat(cache, "bbb")
     assert tokenizer.asked == 4
-    chat(cache, "d" * 100)
+    chat(cache, "d" * 1000)
     assert len(cache) == 0, "what is larger than all is not kept"
+
+
+@pytest.mark.parametrize("salt", ["", "s" * 200])
+def test_short_texts_of_many_tenants_are_forgotten_too(salt: str) -> None:
+    most = 10 * (ENTRY_CHARACTERS + len(salt) + 1)
+    cache = PromptCache(Counting(), most_characters=most)  # type: ignore[arg-type]
+    for number in range(100):
+        chat(cache, str(number % 10), salt=salt + "ab"[number // 50])
+    assert 0 < len(cache) <= 10
+
+
+def test_threads_that_look_up_what_others_forget_get_what_the_tokenizer_gives() -> None:
+    tokenizer = Counting()
+    cache = PromptCache(tokenizer, most_characters=8 * (ENTRY_CHARACTERS + 2))  # type: ignore[arg-type]
+
+    def ask(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(300):
+            texts = [draw.choice("abcdefghijklmnop") for _ in range(draw.randint(1, 5))]
+            asked = [Chat([{"role": "user", "content": text}], False, False) for text in texts]
+            found = cache.chats(asked, salt=draw.choice(("", "s")))
+            assert found == [tokenizer.one(chat) for chat in asked]
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(ask, range(8)))
+    assert len(cache) <= 8
+    for text in "abcdefghijklmnop":
+        chat(cache, text)
+    assert 0 < len(cache) <= 8, "what is remembered is still counted right"
 
 
 def test_ids_are_the_tuple_that_they_are() -> None:

@@ -22,6 +22,7 @@ from dagengine import EngineConfig
 from dagengine.async_engine import EngineThread
 from dagengine.build import build_core
 from dagengine_server.app import create_app
+from dagengine_server.http_heads import BoundedHttp
 from dagengine_server.settings import ServerSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -122,7 +123,8 @@ def running(engine: EngineThread, settings: ServerSettings) -> Iterator[Server]:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # sends at once
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, http=BoundedHttp)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     wait_until(lambda: server.started)

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+from conftest import Server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,6 +84,30 @@ def numbers(value: Any) -> list[Any]:
     if isinstance(value, list):
         return [number for member in value for number in numbers(member)]
     return [value]
+
+
+@pytest.mark.parametrize("path", ["/v1/query/execute", "/v1/completions"])
+@pytest.mark.parametrize(("count", "threads"), [(1, 0), (100_000, 1)])
+def test_large_bodies_are_parsed_on_a_thread(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, count: int, threads: int
+) -> None:
+    found = []
+
+    async def counted(function: Any, *given: Any) -> Any:
+        found.append(function)
+        return function(*given)
+
+    monkeypatch.setattr("dagengine_server.parsing.asyncio.to_thread", counted)
+    body = b'{"prompt": [' + b"1," * count + b'"\\ud800"]}'
+    answer = server.http.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"prompt[{count}]")
+    assert len(found) == threads
+
+
+def test_the_first_wrong_text_of_a_body_is_named() -> None:
+    body = rb"""[1, "a", {"b": [null, ["\ud83d\ude00"]], "c": [[2, "\udc00"], "\ud800"]}, "\ud800"]"""
+    assert outcome(parse_json, body) == outcome(parse_query_json, body)
+    assert outcome(parse_json, body)[2] == "[2].c[0][1]"
 
 
 @given(VALUES, st.integers(1, 20))

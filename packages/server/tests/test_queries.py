@@ -246,12 +246,22 @@ def test_what_is_no_query_is_refused(server: Server) -> None:
     assert (long["code"], long["param"]) == ("position_overflow", "g.max_tokens")
 
 
+def nested(number: int) -> dict[str, Any]:
+    """One text under many constructors."""
+    query: dict[str, Any] = {"user": f"deep {number}"}
+    for _ in range(50):
+        query = {"seq": [query]}
+    return query
+
+
 @pytest.mark.parametrize(
     ("query", "hops"),
     [
         (g(RAG), 0),
         (g({"user": "a b " * 2000}), 1),
+        (g({"plus": [{"user": f"text {number}"} for number in range(40)]}), 1),
         (g({"plus": [{"user": "a"}, *[{"user": ""}] * 300]}), 2),
+        (g({"plus": [nested(number) for number in range(6)]}), 2),
         (
             {
                 "repeat": {
@@ -262,7 +272,7 @@ def test_what_is_no_query_is_refused(server: Server) -> None:
             1,
         ),
     ],
-    ids=["short", "long text", "many values", "many calls"],
+    ids=["short", "long text", "many texts", "many values", "many constructors", "many calls"],
 )
 def test_only_what_takes_long_leaves_the_event_loop(
     server: Server, monkeypatch: pytest.MonkeyPatch, query: Any, hops: int

@@ -15,7 +15,6 @@ In a window fragments that the next one shares are computed first.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from .errors import DagError
 from .inputs import new_request_id
 from .queries import QueryOptions, fragment_keys
 from .query_results import QueryResult, QueryTokens
-from .query_run import QueryRun, release_answers, result_of
+from .query_run import QueryRun, result_of
 from .request import FinishedEvent, Keep, Request
 
 if TYPE_CHECKING:
@@ -294,17 +293,9 @@ class _Windows:
         """Wait for the first of those that run. Returns how many fragments it computed."""
         run, chosen = running[0].run, running[0].chosen
         found = run.finish()
-        del running[0]
-        left = deque(enumerate(chosen))
-        try:
-            while left:
-                place, index = left[0]
-                self.ended.add(self._item(run, place, index, found))
-                left.popleft()
-        except BaseException:
-            for place, _ in left:
-                release_answers(self.llm.engine, run.job, place, found)
-            raise
+        for place, index in enumerate(chosen):
+            self.ended.add(self._item(run, place, index, found))
+        del running[0]  # not before all are told: if that is interrupted, it is cancelled
         return len(run.job.fragments)
 
     def _item(self, run: QueryRun, place: int, index: int, found: Mapping[str, FinishedEvent]) -> BulkItem:

@@ -75,6 +75,11 @@ class QueryDraft:
         """Of the messages that are yet to be tokenized."""
         return self.lookup.characters
 
+    @property
+    def chats(self) -> int:
+        """Different nodes that are yet to be rendered and tokenized."""
+        return len(self.lookup.new)
+
     def encode(self) -> EncodedQuery:
         """Takes as long as tokenizing does. Raises DagError as `encode_query`."""
         begin = time.perf_counter()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from dagengine_core_graph import GraphError
 from dagengine_core_graph.query import MAX_TOKENS, FindFragments, Query, user
@@ -30,12 +30,14 @@ from .inputs import InputEncoder, build_request, new_request_id
 from .prompt_cache import PromptCache
 from .queries import QueryOptions
 from .query_results import QueryResult
-from .query_run import OnText, result_of, run_queries, texts_of
+from .query_run import OnText, QueryRun, result_of, texts_of
 from .request import Event, FinishedEvent, Keep, Request
 from .sampling import SamplingParams
 from .state import ContextItem, context_refs
 from .submitted import Submitted
 from .tokenizer import require_unicode
+
+T = TypeVar("T")
 
 
 class LLM:
@@ -98,7 +100,7 @@ class LLM:
             backend=backend,
             keep=keep,
         )
-        return call.states(self.engine, self.run(call.requests))
+        return self._made(call.requests, call.states)
 
     def generate(
         self,
@@ -132,7 +134,7 @@ class LLM:
             keep=keep,
             **options,
         )
-        return call.results(self.engine, self.run(call.requests))
+        return self._made(call.requests, call.results)
 
     chat = generate
 
@@ -163,8 +165,14 @@ class LLM:
             DagError: a refusal, or what the first node that failed ended with; the field is the path of the subtree.
         """
         encoded, settings = self.query_call(query, retriever=retriever, reduce=reduce, **options)
-        job, found, facts = run_queries(self, [encoded], settings, on_event=texts_of(on_text))
-        return result_of(self.engine, job, 0, found, facts)
+        run = QueryRun(self, [encoded], settings, on_event=texts_of(on_text))
+        try:
+            run.start()
+            found = run.finish()
+            return result_of(self.engine, run.job, 0, found, run.facts)
+        except BaseException:
+            run.cancel()
+            raise
 
     def query_bulk(self, queries: Sequence[Query | str], **options: Any) -> BulkResult:
         """Run many span queries in an order in which they find each other's fragments. See `bulk.run_bulk`."""
@@ -321,10 +329,19 @@ class LLM:
 
         An interrupt cancels what has not finished and releases the states of what has.
         """
+        return self._made(requests, lambda engine, events: events, on_event)
+
+    def _made(
+        self,
+        requests: Sequence[Request],
+        make: Callable[[EngineThread, list[FinishedEvent]], T],
+        on_event: Callable[[Event], None] | None = None,
+    ) -> T:
+        """What `make` makes of the terminal events, as `run`: an interrupt until it is made releases all states."""
         submitted = Submitted(self.engine, lambda core: requests, on_event)
         try:
             submitted.start()
-            return submitted.wait()
+            return make(self.engine, submitted.wait())
         except BaseException:
             submitted.cancel()
             raise

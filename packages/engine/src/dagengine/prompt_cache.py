@@ -19,6 +19,8 @@ from .errors import DagError
 from .tokenizer import Chat, ChatPrompt, Tokenizer
 
 DEFAULT_MOST_CHARACTERS = 2**25
+ENTRY_CHARACTERS = 64
+"""What a remembered prompt takes besides its texts, in the memory of so many of their characters."""
 
 
 class Ids(tuple[int, ...]):
@@ -65,7 +67,8 @@ class PromptCache:
 
     Args:
         tokenizer: None where the model has none.
-        most_characters: of remembered texts; those used longest ago are forgotten.
+        most_characters: of remembered texts and their salts, and `ENTRY_CHARACTERS` for each prompt; those used
+            longest ago are forgotten.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, most_characters: int = DEFAULT_MOST_CHARACTERS) -> None:
@@ -158,4 +161,4 @@ def _hashed(prompt: ChatPrompt | DagError) -> ChatPrompt | DagError:
 
 
 def _length(key: _Key) -> int:
-    return sum(len(text) for _, text in key[-1])
+    return ENTRY_CHARACTERS + len(key[0]) + sum(len(text) for _, text in key[-1])

@@ -117,19 +117,27 @@ class QueryRun:
         self._keep(self._submitted.wait(names))
 
     def finish(self) -> dict[str, FinishedEvent]:
-        """Wait for all; the terminal events by request id. What is left of the fragments is kept."""
+        """Wait for all; the terminal events by request id. What is left of the fragments is kept; states of answers are
+        the caller's, until `cancel`.
+        """
         events = self._submitted.wait()
         self._keep([event for event in events if event.request_id not in self._kept])
         return {event.request_id: event for event in events}
 
     def cancel(self) -> None:
-        """End what has not finished, and release what nobody has taken over. At any time; does not wait."""
+        """End what has not finished, and release all states but those of kept fragments. At any time; does not wait."""
         self._submitted.cancel()
 
     def _keep(self, events: Sequence[FinishedEvent]) -> None:
         states, fragments = self.job.states(events), self._llm.fragments
-        self._kept.update(event.request_id for event in events)
-        self._llm.engine.post(lambda core: fragments.keep(core, states))
+        names = [event.request_id for event in events if event.request_id in self.job.fragments]
+
+        def keep(core: EngineCore) -> None:
+            fragments.keep(core, states)
+            self._submitted.take(names)
+
+        self._llm.engine.post(keep)
+        self._kept.update(names)
 
 
 def run_queries(

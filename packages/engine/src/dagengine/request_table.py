@@ -183,7 +183,10 @@ class RequestTable:
                 try:
                     self._store.release(answer.state)
                 except KVStoreError as error:
-                    if error.code != "state_released":
+                    if error.code not in (
+                        "state_released",
+                        "state_not_found",
+                    ):  # its time may be over long since
                         raise
 
     def _ended_well(self, running: RunningRequest) -> FinishedEvent:

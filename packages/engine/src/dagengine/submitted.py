@@ -5,7 +5,7 @@ say.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
 from .async_engine import EngineThread, MakeRequests, release_all
@@ -48,20 +48,24 @@ class Submitted:
         self._engine.ask_made(made, self._collect)
 
     def wait(self, request_ids: Sequence[str] | None = None) -> list[FinishedEvent]:
-        """The terminal events of these requests, or of all, in order. From here on their states are the caller's."""
+        """The terminal events of these requests, or of all, in order. Their states are the caller's, until `cancel`."""
         wanted = self._ids if request_ids is None else request_ids
         with self._lock:
             self._awaited = {name for name in wanted if name not in self._finished}
             waits = bool(self._awaited)
         if waits:
             self._come.get()
-        self._taken.update(wanted)
         return [self._finished[name] for name in wanted]
 
-    def cancel(self) -> None:
-        """Cancel what has not finished, and release the states of what has and nobody waited for. Does not wait.
+    def take(self, request_ids: Iterable[str]) -> None:
+        """Let `cancel` leave the states of these requests alone. On the engine's thread."""
+        self._taken.update(request_ids)
 
-        May be called at any time, also before `start` and after a refusal.
+    def cancel(self) -> None:
+        """Cancel what has not finished, and release the states of what has and was not taken. Does not wait.
+
+        May be called at any time, also before `start` and after a refusal. A state that is released already is no
+        error.
         """
 
         def give_up(core: EngineCore) -> None:

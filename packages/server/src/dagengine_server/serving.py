@@ -22,6 +22,7 @@ from fastapi import FastAPI
 
 from dagengine import DagError
 
+from .http_heads import BoundedHttp
 from .service import Service
 
 log = logging.getLogger("dagengine.server")
@@ -60,6 +61,7 @@ def serve(
         access_log=access_log,
         timeout_graceful_shutdown=int(LAST_ANSWERS_S),
         server_header=False,
+        http=BoundedHttp,
         **options,
     )
     server = DrainingServer(config, app.state.service, shutdown_timeout_s)

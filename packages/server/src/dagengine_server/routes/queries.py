@@ -39,6 +39,8 @@ MOST_QUICK = 256
 """JSON values of a body, and leaves and calls of a query, that are read and planned in about a millisecond."""
 MOST_QUICK_CHARACTERS = 4096
 """Of texts that are tokenized in about a millisecond."""
+MOST_QUICK_CHATS = 16
+"""Nodes that the chat template renders in about a millisecond, however short their texts."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ async def _encoded(
         except Exception as error:
             raise as_dag_error(error) from None
 
-    query = await _quickly(is_small(value, MOST_QUICK), load)
+    small = is_small(value, MOST_QUICK)
+    query = await _quickly(small, load)
 
     def draft() -> QueryDraft:
         found = draft_query(
@@ -144,8 +147,9 @@ async def _encoded(
                 raise DagError("capacity", message, node.path)
         return found
 
-    drafted = await _quickly(query.size <= MOST_QUICK and not query.retrieves, draft)
-    encoded = await _quickly(drafted.characters <= MOST_QUICK_CHARACTERS, drafted.encode)
+    drafted = await _quickly(small and query.size <= MOST_QUICK and not query.retrieves, draft)
+    brief = drafted.characters <= MOST_QUICK_CHARACTERS and drafted.chats <= MOST_QUICK_CHATS
+    encoded = await _quickly(brief, drafted.encode)
     return encoded, options, isinstance(query, Map)
 
 

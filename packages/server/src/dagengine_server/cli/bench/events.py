@@ -59,7 +59,11 @@ class EventStreams:
                 *lines, rest = (rest + came).split(b"\n")
                 for line in lines:
                     take(at, line)
-            return begin, time.perf_counter()
+            end = time.perf_counter()
+            if answer.length:
+                raise http.client.IncompleteRead(rest, answer.length)
+            answer.close()  # one of a known length does not know that it was read
+            return begin, end
         except BaseException:
             self.close()
             raise
