@@ -148,15 +148,18 @@ def test_chunked_prefill_with_decode_leaves_the_decode_plan_alone():
     pair.decode([a, c], 2)
 
 
-def test_work_that_was_given_other_pages_is_planned_anew_at_the_same_place():
-    """It stands where the plan has advanced to, but was preempted and computed again in between."""
+@pytest.mark.parametrize("reads", [False, True])
+def test_work_that_was_given_other_pages_is_planned_anew_at_the_same_place(reads):
+    """It stands where the plan has advanced to, but was preempted and computed again in between. What it reads, if
+    anything, was found again; of what reads nothing the context is always the same.
+    """
     pair = Pair(page_size=4)
     work, other = pair.stepper.work(4), pair.stepper.work(1)
     pair.prefill([work])
     pair.decode([work], 2)
     at, pages = work.computed, list(work.writer.pages)
     work.writer.rollback()
-    work.computed, work.context = 0, work.context.copy()
+    work.computed, work.context = 0, work.context.copy() if reads else work.context
     other.writer.reserve(2)
     pair.step([work], [at])
     assert work.computed == at and work.writer.pages != pages

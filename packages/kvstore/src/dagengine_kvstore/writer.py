@@ -264,8 +264,11 @@ class PageWriter:
         return page_extents(self._books.pool, self.pages[start // size :], size, start, stop)
 
     def rollback(self) -> None:
-        """Give all own pages back and forget the tokens; what the node reads stays held."""
+        """Give all own pages back and forget the tokens; what the node reads stays held. `pages` is another list then,
+        as after `give_back`.
+        """
         self._check_open()
+        self.pages = self.pages.copy()
         self._drop_pages()
         self._tokens.clear()
         self.num_unknown = self._committed = self._known = 0
