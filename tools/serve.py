@@ -23,6 +23,7 @@ from environment import CACHE, ROOT, VENV, python, say
 
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
+KEY_OPTION = "--api-key"
 
 
 class ServerFailed(Exception):
@@ -119,9 +120,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = [str(VENV / "bin" / "dagengine"), "serve", model.stdout.strip(), *given]
     if demo:
         return run_demo(command)
-    say(f"serving: {' '.join(command)}")
+    say(f"serving: {' '.join(shown(command))}")
     os.execv(command[0], command)
 
 
+def shown(command: Sequence[str]) -> list[str]:
+    """A command as it may be printed: without the keys in it."""
+    masked = []
+    for before, argument in zip(("", *command), command, strict=False):
+        if before == KEY_OPTION:
+            argument = "…"
+        elif argument.startswith(f"{KEY_OPTION}="):
+            argument = f"{KEY_OPTION}=…"
+        masked.append(argument)
+    return masked
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -285,9 +285,9 @@ def test_a_preparation_is_waited_for_and_shared(llm: LLM) -> None:
         ),
         (g(cross("x", g("a", max_tokens=4000))), {}, "position_overflow", "g.input.cross[1].g.max_tokens"),
         (g(monad("a")), {}, "invalid_request", "g.input"),
-        (g("a"), {"position": "sideways"}, "policy_unsupported", "g"),
+        (g("a"), {"position": "sideways"}, "policy_unsupported", "position"),
         (g("a"), {"max_tokens": 0}, "invalid_request", "max_tokens"),
-        (g("a"), {"backend": "none"}, "unsupported", "g"),
+        (g("a"), {"backend": "none"}, "unsupported", "backend"),
         (7, {}, "invalid_request", "query"),
     ],
 )

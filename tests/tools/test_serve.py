@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -81,3 +83,19 @@ def test_a_server_that_never_gets_ready_is_stopped(log: Path) -> None:
     ):
         pytest.fail("the block must not run")
     assert _stopped(log)
+
+
+def test_keys_are_not_printed() -> None:
+    command = ["dagengine", "serve", "folder", "--api-key", "one", "--port", "1", "--api-key=two"]
+    masked = ["dagengine", "serve", "folder", "--api-key", "…", "--port", "1", "--api-key=…"]
+    assert serve.shown(command) == masked
+
+
+def test_an_interrupt_of_the_set_up_says_nothing_and_has_its_status(tmp_path: Path) -> None:
+    begins = (
+        "import sys; sys.path.insert(0, 'tools'); import environment\nenvironment.ensure = lambda level: "
+    )
+    ends = "(_ for _ in ()).throw(KeyboardInterrupt)\nimport runpy; sys.argv = ['tools/serve']\n"
+    program = f"{begins}{ends}runpy.run_path('tools/serve.py', run_name='__main__')"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=serve.ROOT)
+    assert (found.returncode, found.stderr) == (128 + signal.SIGINT, "")

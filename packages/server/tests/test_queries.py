@@ -229,7 +229,9 @@ def test_what_is_no_query_is_refused(server: Server) -> None:
     assert execute(server, g(wide)).json()["error"]["code"] == "capacity"
     assert execute(server, g(RAG), "maybe").status_code == 400
     assert execute(server, g(RAG, "other")).json()["error"]["code"] == "model_not_found"
-    assert execute(server, g(RAG), position="sideways").status_code in (400, 422)
+    for name in ("position", "backend"):
+        unknown = execute(server, g(RAG), **{name: "sideways"})
+        assert unknown.status_code in (400, 422) and unknown.json()["error"]["param"] == name
     for name in ("position", "backend"):
         empty = execute(server, g(RAG), **{name: ""})
         assert (empty.status_code, empty.json()["error"]["param"]) == (400, name)

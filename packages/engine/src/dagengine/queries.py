@@ -28,6 +28,8 @@ from .sampling import SamplingParams, seed_after
 from .tokenizer import ChatPrompt
 
 CALL_FIELDS = ("max_tokens", "temperature")
+WHOLE_FIELDS = ("position", "backend")
+"""Options of a query that all its requests have."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,11 @@ def locate_refusal(core: EngineCore, job: QueryJob, error: DagError) -> DagError
 
 
 def at_node(node: QueryNode, error: DagError) -> DagError:
-    """The error of a node's request, with its path in the query, and the option that is to blame."""
+    """The error of a node's request, with its path in the query, and the option that is to blame; just the option if it
+    is one of all requests.
+    """
+    if error.field in WHOLE_FIELDS and error.code != "position_overflow":
+        return error
     if node.generate is None or error.field not in SamplingParams.__dataclass_fields__:
         return DagError(error.code, error.message, node.path or "query")
     return _at_option(node, error)
