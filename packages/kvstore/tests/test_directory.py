@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import IO
 
 import pytest
 from kvstore_disk import LAYOUT, PAGE_BYTES, base, content, directory, get, key, put, tokens
@@ -145,6 +146,24 @@ def test_the_least_recently_used_pages_make_room(tmp_path: Path) -> None:
     assert not put(tiny, 1) and files(tmp_path / "tiny") == []
 
 
+def test_a_start_that_comes_between_a_files_creation_and_its_lock_loses_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = directory(tmp_path)
+    lock, starts = fcntl.flock, []
+
+    def start_first(file: IO[bytes], operation: int) -> None:
+        if not starts and operation == fcntl.LOCK_EX:
+            starts.append(len(list((tmp_path / "tmp").iterdir())))
+            directory(tmp_path)
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", start_first)
+    assert put(pages, 1)
+    assert starts == [1] and get(pages, 1) is not None
+    assert not list((tmp_path / "tmp").iterdir())
+
+
 def test_processes_share_a_directory_and_keep_its_budget(tmp_path: Path) -> None:
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]); from kvstore_disk import *\n"
@@ -212,6 +231,7 @@ from kvstore_disk import *
 
 path, kills, rng = sys.argv[2], int(sys.argv[3]), random.Random(int(sys.argv[4]))
 from pathlib import Path
+from typing import IO
 
 numbers, served, interrupted = range(40), 0, 0
 for kill in range(kills):

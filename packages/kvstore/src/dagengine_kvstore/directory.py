@@ -18,6 +18,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from secrets import token_hex
 
@@ -106,10 +107,10 @@ class PageDirectory:
                 return False
             if self._use(name):
                 return True
-            temporary = self._path / "tmp" / f"{name}.{token_hex(8)}"
+            file = self._open_temporary(name)
+            temporary = Path(file.name)
             try:
-                with open(temporary, "xb", buffering=0) as file:
-                    fcntl.flock(file, fcntl.LOCK_EX)
+                with file:
                     record = PageRecord(self._layout, key, tuple(tokens), base)
                     page_file.write(file, record, payload)
                     consumed()
@@ -198,6 +199,20 @@ class PageDirectory:
             self._total += size - self._index.pop(name, 0)
             self._index[name] = size
         return True
+
+    def _open_temporary(self, name: str) -> FileIO:
+        """A new file under tmp, locked. One that another start removed before it was locked is of no use."""
+        while True:
+            file = open(self._path / "tmp" / f"{name}.{token_hex(8)}", "xb", buffering=0)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if os.fstat(file.fileno()).st_nlink:
+                    return file
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                file.close()
+                raise
+            file.close()
 
     def _publish(self, temporary: Path, name: str) -> None:
         folder = self._path / name[:2]
