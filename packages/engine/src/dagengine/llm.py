@@ -223,7 +223,7 @@ class LLM:
         retriever: FindFragments | None = None,
         reduce: int | None = None,
     ) -> EncodedQuery:
-        """The query as it would run; takes as long as tokenizing does. Raises DagError as `queries.encode_query`."""
+        """The query as it would run; takes as long as tokenizing does. Raises as `encoded_queries.encode_query`."""
         if isinstance(query, str):
             try:
                 query = user(query)

@@ -174,16 +174,9 @@ def result_of(
     try:
         return query_result(engine, job, index, outcome_of(job, index, found, facts))
     except DagError:
-        release_answers(engine, job, index, found)
+        for answer in job.queries[index].answers:
+            release_states(engine, found[job.places[index][answer]])
         raise
-
-
-def release_answers(
-    engine: EngineThread, job: QueryJob, index: int, found: Mapping[str, FinishedEvent]
-) -> None:
-    """Release the states of the answers of a job's query. Those that are gone already are no error."""
-    for answer in job.queries[index].answers:
-        release_states(engine, found[job.places[index][answer]])
 
 
 def texts_of(on_text: OnText | None) -> Callable[[QueryJob, Event], None] | None:

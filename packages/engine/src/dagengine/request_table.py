@@ -29,6 +29,9 @@ from .stats import EngineStats
 
 log = logging.getLogger("dagengine")
 
+GONE = ("state_released", "state_not_found")
+"""What the store says of a state that was let go of: lately, or so long ago that it forgot."""
+
 
 class RequestTable:
     """
@@ -183,10 +186,7 @@ class RequestTable:
                 try:
                     self._store.release(answer.state)
                 except KVStoreError as error:
-                    if error.code not in (
-                        "state_released",
-                        "state_not_found",
-                    ):  # its time may be over long since
+                    if error.code not in GONE:
                         raise
 
     def _ended_well(self, running: RunningRequest) -> FinishedEvent:
