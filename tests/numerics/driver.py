@@ -126,13 +126,18 @@ class Driver:
         return dropped
 
     def _spoil_unused(self) -> None:
-        """Take all pages that nobody uses, which also forgets what they held, and fill them with NaN."""
+        """Take all pages that nobody uses, which also forgets what they held, and fill them with NaN.
+
+        It is no step, so nothing but its end on the device keeps a load from filling these pages before it does.
+        """
         store, arena = self.core.store, self.core._runner.arena
         stats = store.stats()
         writer = store.begin([], [], 0, signature={"spoiled": ""})
         writer.reserve((stats.pages_free + stats.pages_cached) * store.page_size)
         for layer in range(self.core.geometry.num_layers):
             arena.layer(layer)[writer.pages] = float("nan")
+        if arena.layer(0).is_cuda:
+            torch.cuda.synchronize(arena.layer(0).device)
         writer.abort()
 
     def release_all(self) -> None:
