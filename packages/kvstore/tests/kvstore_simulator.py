@@ -64,6 +64,7 @@ class Request:
     lease: Lease | None = None
     pending: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, kv, stored), not launched
     launched: int = 0  # tokens in open steps
+    early: bool = False  # sealed before its last step has ended
 
 
 @dataclass(eq=False)
@@ -72,6 +73,10 @@ class Step:
     writes: list[tuple[int, int, int]]
     commits: list[tuple[Request, int]]
     reads: list[tuple[int, object, int]]  # (slot, what it held, generation of its page)
+
+
+def reads_of(request: Request, node: ShadowNode) -> bool:
+    return any(read.node is node.record for read in request.node.record.reads)
 
 
 class Simulator:
@@ -137,6 +142,7 @@ class Simulator:
             (8, self.begin_step),
             (10, self.end_step),
             (6, self.seal),
+            (3, self.seal_early),
             (1, self.abort),
             (1, self.crash),
             (2, self.roll_back),
@@ -224,9 +230,10 @@ class Simulator:
 
     def advance(self) -> None:
         """Come to run, or compute some more tokens."""
-        if not self.requests:
+        growing = [request for request in self.requests if not request.early]
+        if not growing:
             return
-        request = self.rng.choice(self.requests)
+        request = self.rng.choice(growing)
         writer, node = request.writer, request.node
         if request.lease is None:
             request.lease = self.try_lease(writer.node.reads)
@@ -280,11 +287,20 @@ class Simulator:
         self.steps.append(step)
 
     def watch(self, step: Step, extents: Sequence[tuple[int, int, int, int]]) -> None:
+        """What a step reads and no step is to write, itself included."""
         size, rows, generation = self.arena.page_size, self.arena.rows, self.books.pool.generation
+        unwritten = self.unwritten() | {slot for slot, _, _ in step.writes}
         for page, lo, hi, _ in extents:
             step.reads += [
-                (slot, rows[slot], generation[page]) for slot in range(page * size + lo, page * size + hi)
+                (slot, rows[slot], generation[page])
+                for slot in range(page * size + lo, page * size + hi)
+                if slot not in unwritten
             ]
+
+    def unwritten(self) -> set[int]:
+        """Slots that were given and whose step has not ended."""
+        writes = [*(r.pending for r in self.requests), *(step.writes for step in self.steps)]
+        return {slot for listed in writes for slot, _, _ in listed}
 
     def end_step(self) -> None:
         if not self.steps:
@@ -301,6 +317,21 @@ class Simulator:
             if request in self.requests:
                 request.writer.commit(count)
                 request.launched -= count
+                if request.lease is not None:
+                    self.verify(request.lease, request.writer.node.reads)
+                if request.early and request.writer.num_committed == request.writer.num_tokens:
+                    request.writer.seal()
+                    self.leave(request)
+
+    def seal_early(self) -> None:
+        """Others may read it from now on, in the step that computes it or later."""
+        ready = [r for r in self.requests if r.writer.num_tokens > r.writer.num_committed and not r.early]
+        if ready:
+            request = self.rng.choice(ready)
+            record = request.writer.seal_early()
+            assert list(record.tokens) == request.node.tokens
+            request.early = True
+            self.held.append((request.node, record.length))
 
     def seal(self) -> None:
         ready = [r for r in self.requests if r.writer.num_tokens == r.writer.num_committed > 0]
@@ -314,10 +345,25 @@ class Simulator:
 
     def abort(self) -> None:
         if self.requests:
-            request = self.rng.choice(self.requests)
-            request.writer.abort()
-            del self.shadow[request.node.record.uid]
-            self.leave(request)
+            self.fail(self.rng.choice(self.requests))
+
+    def fail(self, request: Request) -> None:
+        """Abort a request, and all that read what of it was sealed early."""
+        failed = [request]
+        for one in failed:
+            if one.early:
+                failed += [r for r in self.requests if r not in failed and reads_of(r, one.node)]
+        self.rng.shuffle(failed)
+        for one in failed:
+            node = one.node
+            one.writer.abort()
+            del self.shadow[node.record.uid]
+            self.leave(one)
+            for held in [held for held in self.held if held[0] is node]:
+                self.held.remove(held)
+                self.store.unhold(node.record, held[1])
+            for handle in [handle for handle, (named, _) in self.handles.items() if named is node]:
+                self.let_go(handle)
 
     def crash(self) -> None:
         """A request dies while a step of it runs and what it reads is being brought."""
@@ -327,15 +373,14 @@ class Simulator:
         self.begin_step()
         if request.lease is None:
             self.try_load(request.node.record.reads)
-        request.writer.abort()
-        del self.shadow[request.node.record.uid]
-        self.leave(request)
+        self.fail(request)
 
     def roll_back(self) -> None:
         """Preemption, at any time."""
-        if not self.requests:
+        growing = [request for request in self.requests if not request.early]
+        if not growing:
             return
-        request = self.rng.choice(self.requests)
+        request = self.rng.choice(growing)
         request.writer.rollback()
         self.leave(request)
         request.node.tokens.clear()
@@ -366,11 +411,13 @@ class Simulator:
 
     def release(self) -> None:
         if self.handles:
-            handle = self.rng.choice(list(self.handles))
-            self.store.release(handle)
-            del self.handles[handle]
-            if handle in self.pinned:
-                self.pinned.remove(handle)
+            self.let_go(self.rng.choice(list(self.handles)))
+
+    def let_go(self, handle: str) -> None:
+        self.store.release(handle)
+        del self.handles[handle]
+        if handle in self.pinned:
+            self.pinned.remove(handle)
 
     def hold(self) -> None:
         for node, at in self.any_kept():
@@ -416,9 +463,15 @@ class Simulator:
             lease.release()
 
     def verify(self, lease: Lease, reads: Sequence[Read]) -> None:
+        """All that is leased, but for what is still to be written, or never will be."""
+        unwritten, size = self.unwritten(), self.arena.page_size
         for index, read in enumerate(reads):
-            expected = self.shadow[read.node.uid].kv[read.start : read.stop]
-            assert self.arena.read(lease.extents(index)) == expected, f"foreign KV in {read}"
+            extents = lease.extents(index)
+            rows = {page * size + row for page, lo, hi, _ in extents for row in range(lo, hi)}
+            if read.node.uid in self.shadow and not rows & unwritten:
+                expected = self.shadow[read.node.uid].kv[read.start : read.stop]
+                assert self.arena.read(extents) == expected, f"foreign KV in {read}"
+                self.seen["verified"] += 1
 
     # Tiers.
 
@@ -464,6 +517,8 @@ class Simulator:
                 self.store.evict(node.record)
             except KVStoreError as error:
                 assert error.code == "state_in_use"
+            else:
+                assert not any(request.early and request.node is node for request in self.requests)
 
     def evict_host(self) -> None:
         for node, _ in self.any_kept():
@@ -565,6 +620,8 @@ class Simulator:
                 self.verify(lease, [Read(node.record, 0, at)])
                 lease.release()
                 self.seen["brought_back"] += 1
+        for _ in range(40):
+            self.pump()
         self.transfer.lose, self.transfer.fail, self.transfer.refuse = rates
         self.check()
 

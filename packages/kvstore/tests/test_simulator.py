@@ -78,8 +78,20 @@ def use_what_was_lost(simulator: Simulator) -> None:
     transfers._lose = lose_and_free  # type: ignore[method-assign]
 
 
+def store_before_it_is_written(simulator: Simulator) -> None:
+    simulator.books.pool.expect_write = lambda page: None  # type: ignore[method-assign]
+    simulator.ops += [simulator.seal_early, simulator.offload, simulator.load] * 20
+
+
 @pytest.mark.parametrize(
-    "break_it", [trust_a_failed_load, forget_the_salt, use_what_was_lost, free_under_a_ticket]
+    "break_it",
+    [
+        trust_a_failed_load,
+        forget_the_salt,
+        use_what_was_lost,
+        free_under_a_ticket,
+        store_before_it_is_written,
+    ],
 )
 def test_the_simulation_notices_a_store_that_is_wrong(break_it: object) -> None:
     def broken_runs() -> None:

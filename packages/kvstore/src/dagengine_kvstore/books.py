@@ -5,6 +5,7 @@ several of them at once. Users call KVStore; writers and the audit work on this.
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 from types import MappingProxyType
@@ -14,16 +15,17 @@ from dagengine_kvstore.errors import KVStoreError
 from dagengine_kvstore.events import EventLog
 from dagengine_kvstore.holds import Hold, HoldTable
 from dagengine_kvstore.host_pages import HostPool
+from dagengine_kvstore.leases import Lease
 from dagengine_kvstore.nodes import NodeRecord, NodeStatus
 from dagengine_kvstore.pages import PagePool
 from dagengine_kvstore.pins import pinned_nodes
+from dagengine_kvstore.references import Read
 from dagengine_kvstore.residency import CopyTable, clean_copy, copy_of, node_tier
 from dagengine_kvstore.reuse import ContentTable
 from dagengine_kvstore.states import Handle, HandleTable
 from dagengine_kvstore.tiers import Tier
 
 if TYPE_CHECKING:
-    from dagengine_kvstore.leases import Lease
     from dagengine_kvstore.pressure import Pressure
     from dagengine_kvstore.writer import RestoreWriter, Writer
 
@@ -204,21 +206,50 @@ class Books:
         self.releases += 1
         node = writer.node
         del self.writers[node]
+        for page in writer.pages:
+            self.pool.touch(page, written=True)
+        if node.sealed:
+            self.end_early(writer)
+            for page in reversed(writer.pages):
+                self.pool.drop(page)
+        else:
+            self._make_readable(writer, spans)
+        writer.pages = []
+        self.holds.release(node.root, *writer.digested)
+
+    def seal_early(self, writer: Writer, spans: Mapping[str, tuple[int, int]]) -> Lease:
+        """The node is sealed while its writer goes on, under a lease that is to be released when the writer ends."""
+        node = writer.node
+        self.pool.share(*writer.pages)
+        for page in writer.pages[writer.num_committed // self.page_size :]:
+            self.pool.expect_write(page)
+        self._make_readable(writer, spans)
+        run = node.run()
+        assert run is not None
+        return self.lease((Read(node, 0, node.length),), (run,))
+
+    def end_early(self, writer: Writer) -> None:
+        """What was expected by `seal_early` to be written is, or never will be."""
+        for page in writer.pages:
+            self.pool.end_write(page)
+
+    def _make_readable(self, writer: Writer, spans: Mapping[str, tuple[int, int]]) -> None:
+        """The node is sealed, refers to the writer's pages, and is held once."""
+        node = writer.node
         node.status = NodeStatus.SEALED
         node.tokens = tuple(node.tokens)
         node.spans = MappingProxyType(dict(spans))
         node.set_pages(writer.pages)
-        for page in writer.pages:
-            self.pool.touch(page, written=True)
         self.use([node])
-        writer.pages = []
         self.hold(node, node.length)
-        self.holds.release(node.root, *writer.digested)
         self.note("seal", node, tokens=node.length, pages=len(node.pages))
 
     def abort(self, writer: Writer) -> None:
+        """The writer has given its pages back. A node that was sealed early loses its own, too."""
         node = writer.node
         del self.writers[node]
+        for index in reversed(range(len(node.pages))):
+            self.drop_page(node, index)
         node.status = NodeStatus.ABORTED
         self.holds.release(node.root, *writer.digested)
         self.note("abort", node)
@@ -253,6 +284,14 @@ class Books:
         self.handles.remove(handle)
         self.note(kind, handle.node, handle=handle.id)
         self.holds.release(handle.hold)
+
+    def lease(self, reads: tuple[Read, ...], runs: tuple[array[int], ...]) -> Lease:
+        """Pin the pages of sealed nodes' tokens, per read."""
+        for read in reads:
+            read.node.leases += 1
+        lease = Lease(self.pool, self.page_size, reads, runs, self.end_lease)
+        self.leases[lease] = None
+        return lease
 
     def end_lease(self, lease: Lease) -> None:
         self.releases += 1

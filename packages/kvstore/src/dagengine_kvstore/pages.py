@@ -31,6 +31,9 @@ from enum import StrEnum
 from dagengine_kvstore.errors import KVStoreError
 from dagengine_kvstore.free_runs import FreeRuns
 
+LATER = 1 << 62
+"""In place of a fence: of a step that has not begun."""
+
 
 class PageState(StrEnum):
     FREE = "free"
@@ -144,10 +147,19 @@ class PagePool:
 
     def touch(self, page: int, *, written: bool = False) -> None:
         """Who read or wrote a page lets go of it, while others may go on referring to it."""
-        if self._fences:
-            self._touched[page] = next(reversed(self._fences))
-            if written:
-                self._written[page] = self._touched[page]
+        newest = next(reversed(self._fences), 0)
+        if newest:
+            self._touched[page] = newest
+        if written and self._written[page] != LATER:
+            self._written[page] = newest
+
+    def expect_write(self, page: int) -> None:
+        """A step that may not have begun writes a page that nodes refer to already."""
+        self._written[page] = LATER
+
+    def end_write(self, page: int) -> None:
+        """Undo `expect_write`: that step has ended, or is open, or will never begin."""
+        self._written[page] = next(reversed(self._fences), 0)
 
     def touch_all(self, runs: Iterable[Iterable[int]]) -> None:
         """`touch` for every page of some runs, which were read."""
@@ -158,8 +170,8 @@ class PagePool:
                     touched[page] = newest
 
     def is_written(self, page: int) -> bool:
-        """Whether no open step may write a page that no writer refers to; some may read it."""
-        return not self._fences or self._written[page] < next(iter(self._fences))
+        """Whether no open step may write a page that no writer refers to, and none is to; some may read it."""
+        return self._written[page] < next(iter(self._fences), LATER)
 
     def is_moving(self, page: int) -> bool:
         return page in self._moving

@@ -293,13 +293,9 @@ class KVStore:
         if missing:
             raise not_resident(missing)
         self._books.use(read.node for read in reads)
-        for read in reads:
-            read.node.leases += 1
         if self._claims:
             self.unclaim(reads)
-        lease = Lease(self._books.pool, self.page_size, reads, tuple(runs), self._books.end_lease)
-        self._books.leases[lease] = None
-        return lease
+        return self._books.lease(reads, tuple(runs))
 
     def is_there(self, reads: Iterable[Read]) -> bool:
         """Whether all pages of some reads are on the device, or on the host, or on their way from there. Takes nothing.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from dagengine_kvstore.errors import KVStoreError
 from dagengine_kvstore.holds import Hold
-from dagengine_kvstore.leases import page_extents
+from dagengine_kvstore.leases import Lease, page_extents
 from dagengine_kvstore.nodes import Extent, NodeRecord
 from dagengine_kvstore.reuse import Context, Prefix
 
@@ -40,6 +40,7 @@ class PageWriter:
         self._known = 0  # pages whose content is known
         self._closed_tail = False  # the last page is partial and shared
         self._open = True
+        self._early: Lease | None = None  # sealed, and the last step is still to end
 
     @property
     def num_tokens(self) -> int:
@@ -237,7 +238,7 @@ class PageWriter:
         Raises KVStoreError `invalid_count` for more tokens than were appended, `not_filled` for unknown ones.
         """
         if not self._open:
-            self._check_open()
+            self._check_not_ended()
         known = len(self._tokens)
         pending = known + self.num_unknown - self._committed
         if not 0 <= count <= pending:
@@ -255,7 +256,7 @@ class PageWriter:
 
     def extents(self, start: int = 0, stop: int | None = None) -> list[Extent]:
         """(page, lo, hi, stored) of tokens [start, stop) appended so far, in order."""
-        self._check_open()
+        self._check_not_ended()
         stop = self.num_tokens if stop is None else stop
         if not 0 <= start <= stop <= self.num_tokens:
             message = f"[{start}, {stop}) is not inside [0, {self.num_tokens})"
@@ -307,7 +308,12 @@ class PageWriter:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise KVStoreError("writer_closed", f"the writer of node {self.node.uid} is closed")
+            state = "closed" if self._early is None else "sealed early"
+            raise KVStoreError("writer_closed", f"the writer of node {self.node.uid} is {state}")
+
+    def _check_not_ended(self) -> None:
+        if self._early is None:
+            self._check_open()
 
 
 class Writer(PageWriter):
@@ -321,28 +327,67 @@ class Writer(PageWriter):
     def seal(self, spans: Mapping[str, tuple[int, int]] | None = None) -> NodeRecord:
         """Make the node immutable and let go of what it digested.
 
-        The node comes back held once, as if by `KVStore.hold`: name it or read it, then `unhold` it.
+        The node comes back held once, as if by `KVStore.hold`: name it or read it, then `unhold` it. What was sealed
+        early is not held once more, and has its spans.
 
         Raises:
-            KVStoreError `not_committed` while appended tokens are not committed, `span_out_of_range`.
+            KVStoreError `not_committed` while appended tokens are not committed, `span_out_of_range`,
+            `illegal_transition` for spans of a node that was sealed early.
+        """
+        self._check_not_ended()
+        if self._early is not None and spans is not None:
+            message = f"node {self.node.uid} was sealed early, with its spans"
+            raise KVStoreError("illegal_transition", message, field="spans")
+        checked = self._check_spans(spans)
+        self._finish_pages()
+        self._end()
+        self._books.seal(self, checked)
+        return self.node
+
+    def seal_early(self, spans: Mapping[str, tuple[int, int]] | None = None) -> NodeRecord:
+        """Make the node immutable and readable, though the step that computes its last tokens has not ended, or begun:
+        for readers in that step, behind these tokens' writes, and in later ones.
+
+        The node comes back as from `seal`. Nothing can be appended any more; `commit` what is left when the step ends
+        and then `seal`, or `abort`, and abort whoever reads it. Until then nobody finds the pages by what they hold,
+        they stay on the device, and what the node reads and digested stays held.
+
+        Raises:
+            KVStoreError `not_filled` while appended tokens are not known, `span_out_of_range`.
         """
         self._check_open()
-        spans = dict(spans or {})
-        for name, (start, stop) in spans.items():
-            if not 0 <= start <= stop <= self.num_tokens:
-                message = f"span {name!r} [{start}, {stop}) is not inside [0, {self.num_tokens})"
-                raise KVStoreError("span_out_of_range", message, field=f"spans.{name}")
-        self._finish_pages()
+        if self.num_unknown:
+            message = f"{self.num_unknown} tokens are appended but not known"
+            raise KVStoreError("not_filled", message, field="tokens")
+        checked = self._check_spans(spans)
+        self._drop_pages(-(-self.num_tokens // self.page_size))
+        self._early = self._books.seal_early(self, checked)
         self._open = False
-        self._books.seal(self, spans)
         return self.node
 
     def abort(self) -> None:
-        """Give everything back; the node never becomes a state."""
-        self._check_open()
-        self._open = False
+        """Give everything back; the node never becomes a state. One that was sealed early is none any more: it has no
+        pages, `parent_failed` refuses who would read it, and holds on it keep nothing.
+        """
+        self._check_not_ended()
+        if self.node.sealed:
+            self._books.end_early(self)
+        self._end()
         self._drop_pages()
         self._books.abort(self)
+
+    def _end(self) -> None:
+        self._open, early, self._early = False, self._early, None
+        if early is not None:
+            early.release()
+
+    def _check_spans(self, spans: Mapping[str, tuple[int, int]] | None) -> dict[str, tuple[int, int]]:
+        checked = dict(spans or {})
+        for name, (start, stop) in checked.items():
+            if not 0 <= start <= stop <= self.num_tokens:
+                message = f"span {name!r} [{start}, {stop}) is not inside [0, {self.num_tokens})"
+                raise KVStoreError("span_out_of_range", message, field=f"spans.{name}")
+        return checked
 
 
 class RestoreWriter(PageWriter):

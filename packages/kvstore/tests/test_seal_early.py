@@ -1,0 +1,219 @@
+"""Nodes that are sealed before the step that computes their last tokens has ended."""
+
+from __future__ import annotations
+
+import pytest
+from kvstore_helpers import SIGNATURE, ByHand, assert_all_pages_back, make_store, refused, write
+
+from dagengine_kvstore import KVStore, Parent, Read, Tier, Writer
+
+
+def written(store: KVStore, tokens: list[int], *, commit: int = 0) -> Writer:
+    """A writer that was given slots for these tokens, the first `commit` of them computed."""
+    writer = store.begin([], [], 0, signature=SIGNATURE)
+    writer.reserve(len(tokens))
+    writer.append(tokens)
+    writer.commit(commit)
+    return writer
+
+
+def reader_of(store: KVStore, writer: Writer) -> Writer:
+    node = writer.node
+    return store.begin(
+        [Parent.inherit(node)], [Read(node, 0, node.length, 0)], node.length, signature=SIGNATURE
+    )
+
+
+def test_it_is_read_in_the_step_that_computes_it() -> None:
+    store = make_store()
+    writer = written(store, [1, 2, 3, 4, 5, 6], commit=3)
+    node = writer.seal_early({"turn": (2, 6)})
+    assert node.sealed and node.tokens == (1, 2, 3, 4, 5, 6) and node.spans == {"turn": (2, 6)}
+    reader = reader_of(store, writer)
+    with store.lease(reader.node.reads) as lease:
+        assert lease.extents(0) == writer.extents()
+        fence = store.begin_step()
+        store.end_step(fence)
+        writer.commit(3)
+        assert writer.seal() is node
+        store.check()
+    reader.abort()
+    handle = store.name(node)
+    store.unhold(node)
+    assert store.resolve(handle) == (node, 6)
+    store.release(handle)
+    assert_all_pages_back(store)
+
+
+def test_its_pages_are_found_by_what_they_hold_only_once_they_are_computed() -> None:
+    store = make_store()
+    writer = written(store, [1, 2, 3, 4, 5, 6])
+    writer.seal_early()
+
+    def found() -> int:
+        other = store.begin([], [], 0, signature=SIGNATURE)
+        count = other.match([1, 2, 3, 4, 5, 6], whole=True)
+        other.abort()
+        return count
+
+    assert found() == 0
+    writer.commit(4)
+    assert found() == 4
+    writer.commit(2)
+    writer.seal()
+    assert found() == 6
+
+
+def test_it_comes_back_held_once_from_sealing_early_and_not_again() -> None:
+    store = make_store()
+    writer = written(store, [1, 2, 3])
+    node = writer.seal_early()
+    writer.commit(3)
+    writer.seal()
+    store.unhold(node)
+    with refused("not_held"):
+        store.unhold(node)
+    assert_all_pages_back(store)
+
+
+def test_nothing_is_written_behind_it() -> None:
+    store = make_store()
+    writer = written(store, [1, 2, 3])
+    writer.reserve(9)
+    node = writer.seal_early()
+    assert len(node.pages) == len(writer.pages) == 1, "what was reserved in vain is given back"
+    for refuse in (
+        lambda: writer.append([4]),
+        lambda: writer.reserve(1),
+        lambda: writer.match([4]),
+        lambda: writer.fill([4]),
+        lambda: writer.rollback(),
+        lambda: writer.give_back(0),
+        lambda: writer.seal_early(),
+    ):
+        with refused("writer_closed"):
+            refuse()
+    with refused("not_committed"):
+        writer.seal()
+    writer.commit(3)
+    with refused("illegal_transition", "spans"):
+        writer.seal({})
+    writer.seal()
+    with refused("writer_closed"):
+        writer.seal()
+    with refused("writer_closed"):
+        writer.abort()
+
+
+def test_tokens_that_are_not_known_and_spans_outside_are_refused_and_change_nothing() -> None:
+    store = make_store()
+    writer = written(store, [1, 2, 3])
+    with refused("span_out_of_range", "spans.turn"):
+        writer.seal_early({"turn": (0, 4)})
+    writer.reserve(1)
+    writer.append([], unknown=1)
+    with refused("not_filled"):
+        writer.seal_early()
+    writer.fill([4])
+    assert writer.seal_early().length == 4
+
+
+def test_it_stays_on_the_device_until_its_writer_ends() -> None:
+    store = make_store(num_pages=3)
+    writer = written(store, [1, 2, 3, 4, 5])
+    node = writer.seal_early()
+    with refused("state_in_use"):
+        store.evict(node)
+    other = store.begin([], [], 0, signature=SIGNATURE)
+    assert store.available() == 1
+    with refused("capacity"):
+        other.reserve(8)
+    writer.commit(5)
+    writer.seal()
+    other.reserve(8)
+    assert node.pages.count(None) >= 1
+
+
+def test_it_is_stored_on_the_host_only_once_it_is_computed() -> None:
+    transfer = ByHand()
+    store = make_store(transfer=transfer)
+    writer = written(store, [1, 2, 3, 4, 5], commit=4)
+    node = writer.seal_early()
+    store.offload(node)
+    store.pump()
+    assert [[page for page, _ in copy.pages] for copy in transfer.copies] == [node.pages[:1]]
+    fence = store.begin_step()
+    store.end_step(fence)
+    writer.commit(1)
+    writer.seal()
+    store.pump()
+    assert len(transfer.copies) == 2
+    assert store.tier(node) is Tier.STORING
+
+
+@pytest.mark.parametrize("reader_first", [True, False])
+@pytest.mark.parametrize("in_step", [True, False])
+def test_who_fails_leaves_no_state_and_frees_its_pages_after_the_step(
+    reader_first: bool, in_step: bool
+) -> None:
+    store = make_store()
+    writer = written(store, [1, 2, 3, 4, 5], commit=2)
+    node, pages = writer.seal_early(), list(writer.pages)
+    handle = store.name(node)
+    reader = reader_of(store, writer)
+    lease = store.lease(reader.node.reads)
+    fence = store.begin_step() if in_step else None
+
+    def end_reader() -> None:
+        lease.release()
+        reader.abort()
+
+    if reader_first:
+        end_reader()
+    writer.abort()
+    store.check()
+    with refused("parent_failed"):
+        store.lease([Read(node, 0, 5)])
+    with refused("parent_failed"):
+        store.name(node)
+    assert all(page is None for page in node.pages)
+    if not reader_first:
+        assert {page for extent in lease.extents(0) for page in extent[:1]} == set(pages)
+        end_reader()
+    store.check()
+    if fence is not None:
+        assert store.stats().pages_waiting == 2
+        store.end_step(fence)
+    store.unhold(node)
+    store.release(handle)
+    other = store.begin([], [], 0, signature=SIGNATURE)
+    assert other.match([1, 2, 3, 4, 5]) == 0
+    other.abort()
+    assert_all_pages_back(store)
+
+
+def test_what_it_reads_and_digested_stays_until_its_writer_ends() -> None:
+    store = make_store()
+    source = write(store, [7, 8, 9])
+    writer = store.begin([Parent.digest(source)], [Read(source, 0, 3)], 3, signature=SIGNATURE)
+    store.unhold(source)
+    writer.reserve(2)
+    writer.append([1, 2])
+    writer.seal_early()
+    assert source.held
+    writer.commit(2)
+    writer.seal()
+    assert not source.held
+
+
+def test_a_node_of_pages_that_were_there_and_an_empty_one_can_be_sealed_early() -> None:
+    store = make_store()
+    first = write(store, [1, 2, 3, 4, 5])
+    writer = store.begin([], [], 0, signature=SIGNATURE)
+    assert writer.match([1, 2, 3, 4, 5], whole=True) == 5
+    assert writer.seal_early().pages == first.pages
+    writer.seal()
+    empty = store.begin([], [], 0, signature=SIGNATURE)
+    empty.seal_early()
+    empty.seal()
+    store.check()
