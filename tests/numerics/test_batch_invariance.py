@@ -229,3 +229,29 @@ def test_what_cannot_be_promised_is_refused_by_name(folder: Path) -> None:
         driver.core.submit_group([request("a", PLAIN, 1, backend="packed", keep=False)])
     assert refused.value.field == "backend"
     assert "packed" in refused.value.message
+
+
+@pytest.mark.parametrize("own", [1, 21])
+@pytest.mark.parametrize("lengths", [(1,), (1, 1), (17, 30), (40, 150, 200)])
+@pytest.mark.parametrize("device", PLACES)
+def test_who_runs_in_the_step_of_what_it_reads_has_the_same_bits(
+    folder: Path, device: str, lengths: tuple[int, ...], own: int
+) -> None:
+    """As over states that were computed before. Several times, since later ones are replayed."""
+    apart, together = (engine(folder, device, batch_invariant=True) for _ in range(2))
+    for number in range(4):
+        inputs = [ids(100 * number + i, length) for i, length in enumerate(lengths)]
+        question = ids(100 * number + 99, own)
+        documents = [request(f"{number}.{i}", tokens) for i, tokens in enumerate(inputs)]
+        states = [apart.choice(document).dag.state for document in documents]
+        context = [ContextRef(state=state) for state in states]
+        judge = f"judge-{number}"
+        found = apart.choice(request(judge, question, 3, context=context, keep=False))
+        before = together.core.stats.steps
+        context = [ContextRef(request=document.id) for document in documents]
+        *_, ended = together.run(*documents, request(judge, question, 3, context=context, keep=False))
+        assert ended.error is None and ended.choices[0].token_ids == found.token_ids
+        assert together.core.stats.steps == before + 3
+        bits, expected = (driver.logits.pop(judge) for driver in (together, apart))
+        assert bits.keys() == expected.keys()
+        assert all(torch.equal(bits[offset], expected[offset]) for offset in bits)

@@ -131,6 +131,17 @@ def test_a_row_that_does_not_sample_has_no_logits():
     assert pair.runner._batch is not None, "it was a decode step"
 
 
+def test_a_step_that_somebody_joins_is_no_decode_step():
+    """Of a decode step the pages that are read count as written before it."""
+    pair = Pair()
+    a, b = pair.stepper.work(1), pair.stepper.work(1)
+    *before, last = pair.stepper.chunks([a, b], [1, 1])
+    chunks = [*before, last._replace(joins=True)]
+    have = pair.runner.launch(chunks, pair.twin, None)
+    assert pair.runner._batch is None
+    assert torch.allclose(have, pair.plain.launch(chunks, pair.truth, None), atol=1e-4, rtol=1e-4)
+
+
 def test_chunked_prefill_with_decode_leaves_the_decode_plan_alone():
     pair = Pair(page_size=16)
     a, b = pair.stepper.work(3), pair.stepper.work(40)

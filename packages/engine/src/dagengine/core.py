@@ -6,6 +6,9 @@ A step is launched before the one before it is collected, where `overlap` says s
 What a request did not want any more by then, a row behind its last token or after its abort, is dropped: its KV was
 written to pages that nobody else got meanwhile.
 
+A request that waits only for what the next step completes, such as a judge for its fragments, runs in that step if
+there is room for it: what it reads is written before, layer by layer.
+
 How requests end, and that each ends with exactly one FinishedEvent, is `request_table`'s to say.
 """
 
@@ -110,9 +113,10 @@ class EngineCore(StateOperations):
             recalls=host_tier and host_tier.recalls,
             fail=lambda sequence, error: self._requests.fail(sequence, error),
             forget=self._forget,
+            readers_of=lambda completing: self._requests.seal_early(completing),
         )
         self._requests = RequestTable(
-            store, self.preparer, self._scheduler, self._stats, self.facts, begin=self._try_begin
+            store, self.preparer, self._scheduler, self._stats, self.facts, begin=self._begin_waiting
         )
         self._upcoming = upcoming or Upcoming()
         self._upcoming.readers = self._readers
@@ -177,7 +181,7 @@ class EngineCore(StateOperations):
         self._requests.add_group(accepted)
         for running in accepted:
             if not running.parents:
-                self._try_begin(running)
+                self._requests.try_begin(running)
 
     def abort(self, request_id: str, error: DagError | None = None) -> bool:
         """End a request now. Unknown and finished ids are no error; returns whether there was one to end."""
@@ -214,15 +218,9 @@ class EngineCore(StateOperations):
         if limit is not None and waiting + count > limit:
             raise DagError("queue_full", f"{waiting} requests wait, at most {limit} may; try again later")
 
-    def _try_begin(self, running: RunningRequest) -> None:
-        """Begin a request of a group that waits for nobody any more; it ends with what refuses it."""
-        try:
-            self._begin(running, [running.targets[i][0] for i in range(len(running.request.context))])
-        except DagError as error:
-            self._requests.finish(running, error)
-        except Exception as error:
-            log.exception("a request failed to begin; it ends")
-            self._requests.finish(running, as_dag_error(error))
+    def _begin_waiting(self, running: RunningRequest) -> None:
+        """Begin a request of a group that waits for nobody any more."""
+        self._begin(running, [running.targets[i][0] for i in range(len(running.request.context))])
 
     def _begin(self, running: RunningRequest, refs: SequenceOf[ResolvedRef]) -> None:
         request = running.request
@@ -402,8 +400,10 @@ class EngineCore(StateOperations):
                 self._fail_chunks(launch.chunks, launch.error)
 
     def _settle(self) -> None:
+        """Collect the steps in flight, and close what they completed: later nobody may take its pages."""
         while self._pipeline.num_in_flight:
             self._collect()
+        self._close_complete()
 
     def _page_mover(self) -> Mover:
         return self._runner.page_mover()
@@ -443,6 +443,8 @@ class EngineCore(StateOperations):
                 self._stats.restored_tokens += chunk.count
                 if work.committed:
                     self._scheduler.bringing.finish_restore(work)
+            elif isinstance(work, Sequence) and work.sealed_early and work.complete:
+                self._close_last(work)  # before who reads it has results
 
     def _take_results(self, launch: Launch) -> None:
         events = self._requests.events
@@ -479,10 +481,14 @@ class EngineCore(StateOperations):
                 and work.phase is Phase.RUNNING
                 and work.complete
             ):
-                if work.finish_reason is None:
-                    work.finish_reason = "prefill"
-                    work.first_token = time.perf_counter()
-                self._close(work)
+                self._close_last(work)
+
+    def _close_last(self, work: Sequence) -> None:
+        """Close an answer of which nothing is left to do; it may have sampled nothing."""
+        if work.finish_reason is None:
+            work.finish_reason = "prefill"
+            work.first_token = time.perf_counter()
+        self._close(work)
 
     def _close(self, sequence: Sequence) -> None:
         self._requests.close(sequence, self._backend(sequence.backend).implementation)

@@ -177,7 +177,9 @@ class CudaRunner(Runner):
         if slots is None or len(chunks) > self._capacities[-1]:
             return self._launch_mixed(chunks, backend, slots, pending)
         total = sum(chunk.count for chunk in chunks)
-        if total > len(chunks):
+        # What a decode step reads, but for its own rows, is read before the kernel that writes rows has ended. Those
+        # that join are the last.
+        if total > len(chunks) or chunks[-1].joins:
             if total > self._mixed_rows:
                 return self._launch_mixed(chunks, backend, slots, pending)
             return self._launch_padded(chunks, backend, slots, pending)

@@ -203,10 +203,18 @@ class Preparer:
         return writer
 
     def seal(
-        self, writer: Writer, length: int, spans: Mapping[str, tuple[int, int]], sampled: bool
+        self,
+        writer: Writer,
+        length: int,
+        spans: Mapping[str, tuple[int, int]],
+        *,
+        sampled: bool,
+        early: bool = False,
     ) -> NodeRecord:
-        """Make the node readable, with its named spans."""
-        node = writer.seal(spans)
+        """Make the node readable, with its named spans; `early`, before its last step has ended, to be followed by
+        `writer.seal`.
+        """
+        node = writer.seal_early(spans) if early else writer.seal(spans)
         self.graph.extend(node.uid, length)
         self.graph.seal(
             node.uid,
@@ -217,10 +225,13 @@ class Preparer:
         return node
 
     def discard(self, writer: Writer) -> None:
-        """End a node that nothing will ever read."""
-        uid = writer.node.uid
+        """End a node that nothing will ever read, or that was sealed early and will never be computed."""
+        node = writer.node
+        was_sealed = node.sealed
         writer.abort()
-        self.graph.drop(uid)
+        if was_sealed:
+            self._store.unhold(node)
+        self.graph.drop(node.uid)
 
     def check_start(self, node: NodeRecord, stop: int, start: int) -> None:
         """Whether the first `stop` tokens of a node may be stored from position `start` on. Raises: DagError."""

@@ -4,6 +4,9 @@
     add_group ─► waits ─► begin ─┘                    ├─► finish ─► one FinishedEvent
                    └──────┴───────── failed, aborted ─┘
 
+Who waits begins when all that it waits for has ended well; or with the step that completes the last of it, so that it
+may run in that step, and then it fails if the step does.
+
 Every submitted request ends with exactly one FinishedEvent, whatever happens to it. Every path out of the table goes
 through `finish`, which is where that is held; the event of one that ended well, with the records of its answers, is
 made when events are taken.
@@ -13,8 +16,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from types import MappingProxyType
 
 from dagengine_kvstore import KVStore, KVStoreError, NodeRecord
@@ -37,7 +41,8 @@ class RequestTable:
     """
     Args:
         facts: of the engine, for the records of answers.
-        begin: called with a request when all that it waits for has ended well.
+        begin: called with a request when all that it waits for has ended well, or is sealed early; raises what refuses
+            it, and then nothing has begun.
 
     Attributes:
         by_id: requests that have not ended, in the order in which they came; read-only.
@@ -91,24 +96,57 @@ class RequestTable:
         if not sequence.keep:
             self._preparer.discard(sequence.writer)  # type: ignore[arg-type]
         else:
-            node = self._preparer.seal(
-                sequence.writer,  # type: ignore[arg-type]
-                len(sequence.tokens),
-                sequence.spans(),
-                sequence.sampling is not None,
-            )
-            handed = False
+            was_early = sequence.sealed_early
+            node = sequence.writer.seal() if was_early else self._seal(sequence)  # type: ignore[union-attr]
             try:
                 state = self._keep(running.request, node)
-                handed = self._hand_to_children(running, node)
+                if not was_early:
+                    self._hand_to_children(running, node)
             except Exception as error:
                 log.exception("a sealed node could not be kept; its request ends")
                 refusal = as_dag_error(error)
-            if not handed:
-                self._store.unhold(node)
+            self._store.unhold(node)
         running.answers[sequence.index] = Answer(sequence, state, implementation)
         if refusal is not None or len(running.answers) == len(running.sequences):
             self.finish(running, refusal)
+
+    def seal_early(self, completing: SequenceOf[Sequence]) -> list[Sequence]:
+        """Begin the requests that wait for nothing but to read what the step to be launched completes, which is sealed
+        for them though that step has not begun.
+
+        Returns: their answers, which wait to run.
+        """
+        ended = {id(sequence) for sequence in completing}
+        parents = {s.request.id: self._by_id[s.request.id] for s in completing}
+        ready: dict[str, RunningRequest] = {}
+        for parent in parents.values():
+            for child, _ in self._children(parent):
+                if (
+                    not child.sequences
+                    and child.parents.isdisjoint(child.request.after)  # to find what they leave
+                    and all(self._is_readable(one, ended) for one in child.parents)
+                ):
+                    ready[child.request.id] = child
+        for child in ready.values():
+            for parent in [self._by_id[one] for one in child.parents]:
+                for sequence in parent.sequences:
+                    if not sequence.sealed_early and sequence.index not in parent.answers:
+                        node = self._seal(sequence, early=True)
+                        self._hand_to_children(parent, node)
+        for child in ready.values():
+            with suppress(Exception):  # it is refused again, and told so, once those that it reads have ended
+                self._begin(child)
+        return [sequence for child in ready.values() for sequence in child.sequences]
+
+    def try_begin(self, running: RunningRequest) -> None:
+        """Begin a request of a group that waits for nobody any more; it ends with what refuses it."""
+        try:
+            self._begin(running)
+        except DagError as error:
+            self.finish(running, error)
+        except Exception as error:
+            log.exception("a request failed to begin; it ends")
+            self.finish(running, as_dag_error(error))
 
     def fail(self, sequence: Sequence, error: DagError) -> None:
         """End the request of a sequence that cannot go on, unless it has ended."""
@@ -136,8 +174,8 @@ class RequestTable:
                     ending.append((child, _parent_failed(request_id, error)))
                     continue
                 child.parents.discard(request_id)
-                if not child.parents:
-                    self._begin(child)
+                if not child.parents and not child.sequences:
+                    self.try_begin(child)
 
     def take_events(self) -> list[Event]:
         """What happened since the last call; answers of requests that ended well are recorded now."""
@@ -155,18 +193,30 @@ class RequestTable:
             return None
         return self._store.name(node, salt=request.salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin)
 
-    def _hand_to_children(self, running: RunningRequest, node: NodeRecord) -> bool:
-        """Hold a sealed node for each reference to it. Returns whether one took over the hold that sealing gave."""
-        readers = [
-            (child, index, ResolvedRef(node, child.request.context[index].at, child.request.context[index]))
-            for child, indices in self._children(running)
-            for index in indices
-        ]
-        for child, index, target in readers[1:]:
-            child.hold(self._store, index, target, None)
-        for child, index, target in readers[:1]:
-            child.targets[index] = target, None
-        return bool(readers)
+    def _seal(self, sequence: Sequence, *, early: bool = False) -> NodeRecord:
+        sequence.sealed_early = early
+        return self._preparer.seal(
+            sequence.writer,  # type: ignore[arg-type]
+            len(sequence.tokens),
+            sequence.spans(),
+            sampled=sequence.sampling is not None,
+            early=early,
+        )
+
+    def _is_readable(self, request_id: str, ended: Container[int]) -> bool:
+        """Whether the nodes of an unfinished request can be read with, or behind, the step that completes `ended`."""
+        running = self._by_id[request_id]
+        return bool(running.sequences) and all(
+            sequence.sealed_early or id(sequence) in ended or sequence.index in running.answers
+            for sequence in running.sequences
+        )
+
+    def _hand_to_children(self, running: RunningRequest, node: NodeRecord) -> None:
+        """Hold a sealed node for each reference to it."""
+        for child, indices in self._children(running):
+            for index in indices:
+                ref = child.request.context[index]
+                child.hold(self._store, index, ResolvedRef(node, ref.at, ref), None)
 
     def _children(self, running: RunningRequest) -> Iterator[tuple[RunningRequest, list[int]]]:
         """Those of a request's children that have not ended by the time they are come to: others may have their ids."""

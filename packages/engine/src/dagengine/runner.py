@@ -47,6 +47,7 @@ class Chunk(NamedTuple):
     Attributes:
         samples: whether a token is sampled after this chunk, so that its last row's logits are wanted.
         pending: None, or the row of the previous launch's ids that its last token is; the host does not know it.
+        joins: whether it reads what other chunks of this launch write; it stands behind all that do not.
     """
 
     work: Work
@@ -54,6 +55,7 @@ class Chunk(NamedTuple):
     slots: tuple[int, ...]
     samples: bool = False
     pending: int | None = None
+    joins: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 Pure Python over the store's bookkeeping; no tensors. Who gives pages up for whom is said in `queues`.
 
+What is chosen may complete all that another request waits for. That one joins the same step, if it is the first that
+waits, all else that it reads is there, and tokens and unused pages are left; so a chain of such requests may.
+
     waiting ──lease, match, reserve──► running ──preempted──► waiting
        │                                └─► sealed
        └── evicted context: brought back for the first in the queue only. Others prefetch into unused pages, or run
@@ -49,6 +52,8 @@ class Scheduler:
     Args:
         fail: called with a sequence that can never run and the reason.
         forget: called with work that lost its pages or its lease, so that others drop what they cached of it.
+        readers_of: called with sequences that the step being chosen completes; seals those whose readers wait for
+            nothing else, and returns these readers, which are waiting then.
         two_tiers: whether the store has a host tier.
         recalls: brings pages of inputs that outlived an engine; they are looked for once, before an input is computed.
     """
@@ -64,8 +69,10 @@ class Scheduler:
         recalls: Recalls | None,
         fail: Callable[[Sequence, DagError], None],
         forget: Callable[[Work], None],
+        readers_of: Callable[[list[Sequence]], list[Sequence]],
     ) -> None:
         self._store, self._config, self._fail = store, config, fail
+        self._readers_of = readers_of
         self.queues = Queues(store, Recalling(recalls), forget)
         self._loading = Loading(store, stats)
         self.bringing = Bringing(store, self.queues, self._loading, work_ids, fail)
@@ -103,14 +110,62 @@ class Scheduler:
         """
         self.queues.in_flight, self.queues.chunks = in_flight, {}
         try:
-            self._choose()
+            budget = self._choose()
         except Unsettled:
             self.queues.chunks = {}
             return None
         chosen, self.queues.chunks = self.queues.chunks, {}
-        return [_chunk(work, size) for work, size in chosen.values()]
+        chunks = [_chunk(work, size) for work, size in chosen.values()]
+        return chunks + self._join(chunks, budget)
 
-    def _choose(self) -> None:
+    def _join(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
+        """What runs in the same step as these chunks, since it waits only for what they, or others of it, complete."""
+        joined: list[Chunk] = []
+        while budget:
+            completing = [
+                chunk.work
+                for chunk in chunks
+                if isinstance(chunk.work, Sequence)
+                and chunk.work.keep
+                and chunk.work.completes_with(chunk.count)
+            ]
+            chunks = []
+            for reader in self._readers_of(completing) if completing else ():
+                # Chunks of different backends run one after the other, in no order that matters to readers.
+                alike = all(work.backend == reader.backend for work in completing)
+                if budget and alike and (size := self._start_beside(reader, budget)):
+                    chunks.append(_chunk(reader, size)._replace(joins=True))
+                    budget -= size
+            self.queues.chunks = {}
+            joined += chunks
+            if not chunks:
+                break
+        return joined
+
+    def _start_beside(self, sequence: Sequence, budget: int) -> int:
+        """Run the first waiting sequence, if all that it reads is there and into unused pages. Returns its tokens in
+        this step.
+        """
+        ready = (s for s in self.waiting if s.after is None or s.after.prefilled)
+        if next(ready, None) is not sequence or len(self.running) >= self._config.max_num_seqs:
+            return 0
+        try:
+            sequence.lease = self._store.lease(sequence.reads)
+        except NotResident:
+            return 0
+        sequence.prepare_began = time.perf_counter()
+        self._match(sequence)
+        if self.queues.recalling.start(sequence):
+            return 0
+        try:
+            sequence.writer.reserve(sequence.remaining, evict=False)
+        except OutOfPages:
+            self.queues.restart(sequence)
+            return 0
+        return self._start(sequence, budget)
+
+    def _choose(self) -> int:
+        """Fill `queues.chunks`. Returns the tokens that are left."""
         budget = self._config.max_num_batched_tokens
         preempted = self.num_preemptions
         left = [(work, work.remaining) for work in self.running]
@@ -139,10 +194,11 @@ class Scheduler:
             budget -= admitted
         if self._two_tiers and self.waiting:
             self._loading.prefetch(self.waiting, spare=len(self.running))
-        self._spend(budget)
+        budget = self._spend(budget)
         if short or ids != self._decoding:
             self._reserve_ahead(decoding)
         self._decoding = ids
+        return budget
 
     def _reserve_ahead(self, decoding: list[Work]) -> None:
         """Unused pages for the tokens that chosen work samples in the next page_size steps."""
@@ -162,8 +218,11 @@ class Scheduler:
         followed = self.waiting or any(w.order > work.order and w.remaining > 1 for w in self.running)
         return budget - budget // 4 if followed else budget
 
-    def _spend(self, budget: int) -> None:
-        """Give what those behind a long input could not use back to it. Who got one token found, or has, no more."""
+    def _spend(self, budget: int) -> int:
+        """Give what those behind a long input could not use back to it. Who got one token found, or has, no more.
+
+        Returns: the tokens that are left.
+        """
         for work, size in [chosen for chosen in self.queues.chunks.values() if chosen[1] > 1]:
             more = min(budget, work.remaining - size)
             if not more:
@@ -174,6 +233,7 @@ class Scheduler:
                 continue
             self.queues.chunks[work.id] = (work, size + more)
             budget -= more
+        return budget
 
     def _admit_first(self, budget: int) -> int | None:
         """Admit the first waiting sequence that may start. Returns its tokens in this step, or None to wait."""

@@ -34,6 +34,8 @@ class Sequence(Work):
     Attributes:
         reads: laid-out runs of the context, as the store leases them.
         max_tokens: resolved limit of sampled tokens (0 for a node that samples nothing).
+        keep: whether its node is to be read by others, by its name or as a parent.
+        sealed_early: whether its node is readable, and its last step is still to end.
         after: another answer of the same request whose prefill this one waits for, to share its pages.
         reload: by node, whether what the host has of it is loaded for this answer, or computed again.
         failed_loads: by read of what cannot be computed again, how many loads had failed before this answer asked.
@@ -49,6 +51,7 @@ class Sequence(Work):
     num_visible: int = 0
     max_tokens: int = 0
     keep: bool = False
+    sealed_early: bool = False
     sampling: SamplingParams | None = None
     seed: int | None = None
     detokenizer: IncrementalDetokenizer | None = None
@@ -130,6 +133,10 @@ class Sequence(Work):
     def complete(self) -> bool:
         """Whether nothing is left to sample, and everything is computed by steps that ended."""
         return not self.pending and not self.wants_logits and self.committed
+
+    def completes_with(self, count: int) -> bool:
+        """Whether the next `count` tokens are its last ones, all of them known, and nothing is sampled any more."""
+        return self.computed + count == len(self.tokens) and not self.pending and not self.wants_logits
 
     @property
     def prefilled(self) -> bool:

@@ -179,7 +179,7 @@ class PageWriter:
 
         Raises KVStoreError `invalid_count` for a negative number.
         """
-        self._check_open()
+        self._check_not_ended()
         for field, number in (("count", count), ("most", most or 0)):
             if number < 0:
                 raise KVStoreError("invalid_count", f"{field} must not be negative: {number}", field=field)

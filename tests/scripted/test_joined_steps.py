@@ -1,0 +1,261 @@
+"""Requests that run in the step that completes what they read, such as a judge with its fragments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scripted_model import ScriptedBackend
+from scripted_requests import EVERY_MODE, document, question
+from simulator import Settings, World
+
+from dagengine import ContextRef, Keep, SamplingParams
+from dagengine.request import Request
+from dagengine.runner import Chunk
+from dagengine.scheduler import Scheduler
+from dagengine.sequence import Sequence
+from dagengine.work import Work
+
+pytestmark = pytest.mark.usefixtures("step_mode", "quiet")
+
+ONE = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+def world(pages: int = 64, *, page_size: int = 4, batch: int = 64, seqs: int = 8) -> World:
+    return World(0, Settings(page_size, pages, batch, seqs))
+
+
+def reads(*names: str) -> tuple[ContextRef, ...]:
+    return tuple(ContextRef(request=name) for name in names)
+
+
+def judged(*, own: int = 3, **options: object) -> list[Request]:
+    """Two fragments, and who reads both."""
+    judge = Request("judge", tuple(range(7, 7 + own)), ONE, reads("a", "b"), **options)  # type: ignore[arg-type]
+    return [document("a", 6), document("b", 5, 300), judge]
+
+
+def name_of(work: Work) -> str:
+    return work.request.id if isinstance(work, Sequence) else "restored"
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, tuple[int, bool]]]:
+    """Of every step that was chosen: tokens by request, and whether it joins."""
+    seen: list[dict[str, tuple[int, bool]]] = []
+    schedule = Scheduler.schedule
+
+    def watched(self: Scheduler, **options: Any) -> list[Chunk] | None:
+        chunks = schedule(self, **options)
+        if chunks:
+            seen.append({name_of(chunk.work): (chunk.count, chunk.joins) for chunk in chunks})
+            joins = [chunk.joins for chunk in chunks]
+            assert joins == sorted(joins), "who joins stands behind the others"
+        return chunks
+
+    monkeypatch.setattr(Scheduler, "schedule", watched)
+    return seen
+
+
+def finish(run: World) -> None:
+    run.run()
+    run.clean_up()
+    run.forget_everything()
+
+
+Steps = list[dict[str, tuple[int, bool]]]
+
+
+def test_a_judge_runs_with_its_fragments(steps: Steps) -> None:
+    run = world()
+    run.submit(*judged())
+    run.run()
+    assert steps == [{"a": (6, False), "b": (5, False), "judge": (3, True)}]
+    assert list(run.ends) == ["a", "b", "judge"], "who is read ends first"
+    assert run.ends["judge"].choices[0].dag.reused == 11
+    finish(run)
+
+
+def test_a_chain_runs_in_one_step_as_far_as_it_samples_nothing(steps: Steps) -> None:
+    run = world()
+    chain = [document("0", 5)]
+    chain += [document(str(n), 2 + n, 10 * n, context=reads(str(n - 1))) for n in (1, 2, 3)]
+    run.submit(*chain, question("first", *reads("3")), question("second", *reads("first")))
+    run.run()
+    assert list(steps[0]) == ["0", "1", "2", "3", "first"]
+    assert [joins for _, joins in steps[0].values()] == [False, True, True, True, True]
+    assert list(run.ends) == ["0", "1", "2", "3", "first", "second"]
+    assert any("second" in step for step in steps[1:])
+    finish(run)
+
+
+def test_one_token_over_one_token_runs_in_one_step(steps: Steps) -> None:
+    run = world()
+    run.submit(document("a", 1), Request("judge", (7,), ONE, reads("a")))
+    run.run()
+    assert steps == [{"a": (1, False), "judge": (1, True)}]
+    finish(run)
+
+
+def test_several_answers_share_what_the_first_computes_and_come_later(steps: Steps) -> None:
+    many = SamplingParams(max_tokens=2, temperature=1.0, n=3, seed=1)
+    run = world()
+    run.submit(*judged()[:2], question("judge", *reads("a", "b"), sampling=many))
+    run.run()
+    assert steps[0] == {"a": (6, False), "b": (5, False), "judge": (3, True)}
+    assert len(run.ends["judge"].choices) == 3
+    finish(run)
+
+
+def test_a_fragment_in_chunks_is_joined_by_its_last_one(steps: Steps) -> None:
+    run = world(batch=16)
+    run.submit(document("a", 40), Request("judge", (7, 8, 9), ONE, reads("a")))
+    run.run()
+    assert [step.get("judge") for step in steps] == [None, None, (3, True)]
+    finish(run)
+
+
+def test_a_judge_takes_what_is_left_of_a_step(steps: Steps) -> None:
+    run = world(batch=13)
+    run.submit(*judged())
+    run.run()
+    assert [step.get("judge") for step in steps] == [(2, True), (1, False)]
+    finish(run)
+
+
+def test_who_waits_to_find_what_is_left_does_not_join(steps: Steps) -> None:
+    run = world()
+    run.submit(document("a", 6), Request("after", (*document("a", 6).input_ids, 7), ONE, after=("a",)))
+    run.run()
+    assert not any(joins for step in steps for _, joins in step.values())
+    assert run.ends["after"].choices[0].dag.reused == 4
+    finish(run)
+
+
+def test_what_was_said_is_joined_once_all_of_it_is_known(steps: Steps, step_mode: str) -> None:
+    """Where steps overlap, the last token is computed before the host knows it."""
+    run = world()
+    run.submit(question("said", keep=Keep()), question("next", *reads("said"), sampling=ONE))
+    run.run()
+    assert any(joins for step in steps for _, joins in step.values()) == (step_mode == "at once")
+    finish(run)
+
+
+@pytest.mark.parametrize(
+    "why", ["tokens", "pages", "sequences", "another waits", "another backend", "evicted"]
+)
+def test_who_cannot_join_runs_later(why: str, steps: Steps) -> None:
+    pages = {"pages": 5, "another waits": 8}.get(why, 64)
+    run = world(pages, batch=11 if why == "tokens" else 64, seqs=2 if why == "sequences" else 8)
+    fragments, judge = judged()[:2], judged()[2]
+    if why == "another backend":
+        judge = judged(backend="scripted-twin")[2]
+    if why == "evicted":
+        run.submit(document("old", 5, 500))
+        run.run()
+        run.overwrite()
+        context = (*reads("a", "b"), ContextRef(state=run.handle("old").id))
+        judge = Request("judge", (7, 8, 9), ONE, context)
+    if why == "pages":
+        run.submit(document("old", 4, 500))
+        run.run()
+    if why == "another waits":
+        run.submit(Request("large", tuple(range(28)), ONE))
+        fragments = [replace(fragment, priority=-1) for fragment in fragments]
+    run.submit(*fragments, judge)
+    run.run()
+    assert run.ends["judge"].error is None
+    assert not any(joins for step in steps for _, joins in step.values())
+    finish(run)
+
+
+def test_nobody_is_evicted_for_who_joins(steps: Steps) -> None:
+    run = world(pages=6)
+    run.submit(document("old", 10, 500))
+    run.run()
+    run.submit(document("a", 8), Request("judge", tuple(range(8)), ONE, reads("a")))
+    run.run()
+    assert [step.get("judge") for step in steps if "judge" in step] == [(8, False)]
+    finish(run)
+
+
+@pytest.mark.parametrize("victim", ["a", "b", "judge", "reader"])
+@pytest.mark.parametrize("batch", [64, 12, 5])
+def test_abort_at_every_step(victim: str, batch: int) -> None:
+    number = 0
+    while True:
+        run = world(batch=batch)
+        run.submit(*judged(keep=Keep()), question("reader", *reads("judge")))
+        run.run(number)
+        ended = victim in run.ends
+        run.abort(victim)
+        if ended:
+            break
+        run.run()
+        failed = {name for name, end in run.ends.items() if end.error is not None}
+        expected = {
+            "a": {"a", "judge", "reader"},
+            "b": {"b", "judge", "reader"},
+            "judge": {"judge", "reader"},
+        }
+        assert failed == expected.get(victim, {victim})
+        finish(run)
+        number += 1
+    assert number > 0
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_step_that_fails_ends_all_of_it(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that fragments and judge share, or one of those behind it; nothing of it is found afterwards."""
+    run = world()
+    run.expected_errors = frozenset({"internal"})
+    whole, calls = ScriptedBackend.run, 0
+
+    def broken(self: ScriptedBackend, plan: Any, layer: int, *args: Any, **kwargs: Any) -> object:
+        nonlocal calls
+        calls += layer == 0
+        if calls == failing and layer == 1:
+            raise RuntimeError("planted")
+        return whole(self, plan, layer, *args, **kwargs)
+
+    monkeypatch.setattr(ScriptedBackend, "run", broken)
+    judge = question("judge", *reads("a", "b"), keep=Keep())
+    run.submit(*judged()[:2], judge, question("reader", *reads("judge")))
+    run.run()
+    codes = {name: end.error and end.error.code for name, end in run.ends.items()}
+    read = "internal" if failing == 1 else None
+    assert codes == {"a": read, "b": read, "judge": codes["judge"], "reader": "parent_failed"}
+    assert codes["judge"] in ("internal", "parent_failed")
+    again = judged()
+    run.submit(*(Request(f"{r.id} again", r.input_ids, r.sampling, keep=r.keep) for r in again))
+    run.run()
+    found = [run.ends[f"{name} again"].choices[0].dag.reused for name in ("a", "b")]
+    assert found == ([0, 0] if failing == 1 else [6, 5])
+    finish(run)
+
+
+def test_a_judge_that_is_refused_is_told_so_behind_its_fragments() -> None:
+    run = world(pages=6)
+    run.submit(*judged(own=40))
+    run.run()
+    assert list(run.ends) == ["a", "b", "judge"]
+    error = run.ends["judge"].error
+    assert error is not None and error.code == "capacity"
+    finish(run)
+
+
+@EVERY_MODE
+def test_what_is_settled_in_between_is_closed_before_anybody_takes_its_pages(steps: Steps) -> None:
+    """A state is repositioned, which collects the steps in flight, while fragments and judge are among them."""
+    run = world(pages=10)
+    run.submit(document("state", 4, 700))
+    run.run()
+    run.submit(*judged(keep=Keep()))
+    run.step()
+    state = run.core.reposition(run.handle("state").id, 50)
+    run.submit(Request("urgent", tuple(range(20)), ONE, priority=-5))
+    run.run()
+    run.core.release_state(state)
+    assert {name: end.error for name, end in run.ends.items() if end.error} == {}
+    finish(run)
