@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dagengine import DagError
-from dagengine.encoded_queries import EncodedQuery, encode_query
+from dagengine.encoded_queries import EncodedQuery, draft_query, encode_drafts, encode_query
 from dagengine.prompt_cache import ENTRY_CHARACTERS, Ids, PromptCache
 from dagengine.tokenizer import Chat, ChatPrompt, Tokenizer
 from dagengine_core_graph.query import Query, cross, g, plus, repeat, system, user
@@ -97,6 +97,32 @@ def test_equal_calls_of_a_query_are_encoded_once() -> None:
     assert (len(encoded.lowered.nodes), tokenizer.asked) == (27, 4)
     encode_query(query, cache)
     assert tokenizer.asked == 4, "nor is a query that comes again"
+
+
+def test_queries_that_are_encoded_together_are_each_what_they_are_alone() -> None:
+    """Equal messages of theirs are encoded once, and of one that is refused the others go on."""
+    tokenizer = Counting()
+    cache = PromptCache(tokenizer)  # type: ignore[arg-type]
+    texts = ["a b", "b c", "refused a", "c d", "a b"]
+    queries = [g(cross(system("s"), plus(*map(user, text.split())), user("q"))) for text in texts]
+    drafts = [draft_query(query, cache) for query in queries]
+    together = encode_drafts(drafts, cache)
+    listed = [key for draft in drafts for key in draft.lookup.new]
+    assert tokenizer.asked == len(set(listed)) < len(listed)
+    for query, found in zip(queries, together, strict=True):
+        try:
+            alone = encode_query(query, PromptCache(Counting()))  # type: ignore[arg-type]
+        except DagError as error:
+            assert isinstance(found, DagError)
+            assert (found.code, found.message, found.field) == (error.code, error.message, error.field)
+        else:
+            assert isinstance(found, EncodedQuery) and found.prompts == alone.prompts
+            assert found.fragments == alone.fragments and found.timing.tokenize > 0
+    assert isinstance(together[2], DagError)
+    assert encode_drafts([], cache) == []
+    known = tokenizer.asked
+    assert isinstance(encode_drafts([draft_query(queries[0], cache)], cache)[0], EncodedQuery)
+    assert tokenizer.asked == known
 
 
 @pytest.mark.parametrize("template", [CHATML, BY_PLACE, DATED])

@@ -25,7 +25,7 @@ from dagengine_core_graph.query import FindFragments, Query
 
 from .bulk_order import ORDERS, order_queries, windows_of
 from .core import EngineCore
-from .encoded_queries import EncodedQuery
+from .encoded_queries import EncodedQuery, QueryDraft, encode_drafts
 from .errors import DagError
 from .inputs import new_request_id
 from .queries import QueryOptions, fragment_keys
@@ -224,15 +224,24 @@ class _Bulk:
         return BulkResult(items, tuple(ordered), tokens, QueryTokens(reads, computed))
 
     def _encode(self, queries: Sequence[Query | str]) -> dict[int, EncodedQuery]:
-        """By index; a query that cannot be planned ends here."""
-        encoded: dict[int, EncodedQuery] = {}
+        """By index; a query that cannot be planned or tokenized ends here."""
+        drafts: dict[int, QueryDraft] = {}
+        errors: dict[int, DagError] = {}
         for index, query in enumerate(queries):
             try:
-                encoded[index] = self.llm.encode_query(
+                drafts[index] = self.llm.draft_query(
                     query, self.settings, retriever=self.retriever, reduce=self.reduce
                 )
             except DagError as error:
-                self.ended.add(BulkItem(index, None, error))
+                errors[index] = error
+        encoded: dict[int, EncodedQuery] = {}
+        for index, found in zip(drafts, encode_drafts(list(drafts.values()), self.llm.prompts), strict=True):
+            if isinstance(found, DagError):
+                errors[index] = found
+            else:
+                encoded[index] = found
+        for index, error in sorted(errors.items()):
+            self.ended.add(BulkItem(index, None, error))
         return encoded
 
 

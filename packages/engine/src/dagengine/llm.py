@@ -21,7 +21,7 @@ from .bulk import BulkResult, run_bulk
 from .calls import Call, Prompt, Prompts, keep_of, listed, sampling_params
 from .config import EngineConfig
 from .core import EngineCore
-from .encoded_queries import EncodedQuery, encode_query
+from .encoded_queries import EncodedQuery, QueryDraft, draft_query
 from .errors import DagError, as_dag_error, shown
 from .explain import Explanation, explain
 from .fragments import FragmentStates
@@ -188,7 +188,7 @@ class LLM:
     ) -> tuple[EncodedQuery, QueryOptions]:
         """What `query` would run, which takes the same arguments; takes as long as tokenizing does."""
         settings = self.query_options(**options)
-        return self.encode_query(query, settings, retriever=retriever, reduce=reduce), settings
+        return self.draft_query(query, settings, retriever=retriever, reduce=reduce).encode(), settings
 
     def query_options(
         self,
@@ -215,15 +215,15 @@ class LLM:
             fragment_ttl_s=self.fragments.ttl_s,
         )
 
-    def encode_query(
+    def draft_query(
         self,
         query: Query | str,
         options: QueryOptions,
         *,
         retriever: FindFragments | None = None,
         reduce: int | None = None,
-    ) -> EncodedQuery:
-        """The query as it would run; takes as long as tokenizing does. Raises as `encoded_queries.encode_query`."""
+    ) -> QueryDraft:
+        """The query as it would run, but for its tokens. Raises as `encoded_queries.encode_query`."""
         if isinstance(query, str):
             try:
                 query = user(query)
@@ -231,7 +231,7 @@ class LLM:
                 raise as_dag_error(error) from None
         if not isinstance(query, Query):
             raise DagError("invalid_request", f"a query or a text is needed, not {shown(query)}", "query")
-        return encode_query(query, self.prompts, salt=options.salt, retriever=retriever, reduce=reduce)
+        return draft_query(query, self.prompts, salt=options.salt, retriever=retriever, reduce=reduce)
 
     def explain(
         self,

@@ -122,18 +122,32 @@ class PromptCache:
 
     def encode(self, lookup: Lookup) -> list[ChatPrompt | DagError]:
         """What `chats` gives."""
-        found: list[ChatPrompt | DagError | None] = list(lookup.known)
-        if lookup.new:
-            assert self._tokenizer is not None
-            encoded = [
-                _hashed(one) for one in self._tokenizer.chats([chat for chat, _ in lookup.new.values()])
-            ]
-            if lookup.clock is not None and self._tokenizer.read_clock() == lookup.clock:
-                with self._lock:
-                    encoded = [self._remember(key, one) for key, one in zip(lookup.new, encoded, strict=True)]
-            for (_, places), one in zip(lookup.new.values(), encoded, strict=True):
-                for place in places:
-                    found[place] = one
+        return self.encode_together([lookup])[0]
+
+    def encode_together(self, lookups: Sequence[Lookup]) -> list[list[ChatPrompt | DagError]]:
+        """What `encode` gives for each, in one call of the tokenizer, which works on many texts at once."""
+        found = [list[ChatPrompt | DagError | None](lookup.known) for lookup in lookups]
+        chats: dict[_Key, Chat] = {}
+        places: dict[_Key, list[tuple[int, int]]] = {}
+        for number, lookup in enumerate(lookups):
+            for key, (chat, own) in lookup.new.items():
+                whole = key if lookup.clock is not None else (number, *key)
+                chats[whole] = chat
+                places.setdefault(whole, []).extend([(number, place) for place in own])
+        if not chats:
+            return found  # type: ignore[return-value]
+        assert self._tokenizer is not None
+        encoded = [_hashed(one) for one in self._tokenizer.chats(list(chats.values()))]
+        clock = self._tokenizer.read_clock()
+        if clock is not None:
+            with self._lock:
+                encoded = [
+                    self._remember(key, one) if _clock_of(key) == clock else one
+                    for key, one in zip(chats, encoded, strict=True)
+                ]
+        for listed, one in zip(places.values(), encoded, strict=True):
+            for number, place in listed:
+                found[number][place] = one
         return found  # type: ignore[return-value]
 
     def _remember(self, key: _Key, prompt: ChatPrompt | DagError) -> ChatPrompt | DagError:
@@ -154,6 +168,10 @@ class PromptCache:
 def _key(chat: Chat, salt: str, clock: tuple[str, ...]) -> _Key:
     said = tuple([(message["role"], message["content"]) for message in chat.messages])
     return salt, chat.generate, chat.has_context, clock, said
+
+
+def _clock_of(key: _Key) -> object:
+    return key[3]
 
 
 def _hashed(prompt: ChatPrompt | DagError) -> ChatPrompt | DagError:
