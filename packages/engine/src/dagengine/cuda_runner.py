@@ -284,8 +284,9 @@ class CudaRunner(Runner):
         most = min(buffers.capacity, next(c for c in self._wanted if c >= len(wanted))) if wanted else 0
 
         def step() -> Tensor | None:
-            hidden = self._layers(buffers.ids(), buffers.positions, buffers.slots, plans, backend)
-            return self.model.logits(hidden.index_select(0, buffers.rows[:most])) if most else None
+            rows = buffers.rows[:most]
+            hidden = self._layers(buffers.ids(), buffers.positions, buffers.slots, plans, backend, rows=rows)
+            return self.model.logits(hidden) if most else None
 
         def step_and_keep() -> None:
             logits = step()
@@ -340,10 +341,8 @@ class CudaRunner(Runner):
         if unknown:
             assert pending is not None, "a token is pending, but the previous launch sampled nothing"
             on_device[0].index_copy_(0, on_device[4], pending.index_select(0, on_device[5]))
-        hidden = self._layers(on_device[0], on_device[1], on_device[2], plans, backend)
-        if not wanted:
-            return self._no_logits()
-        return self.model.logits(hidden.index_select(0, on_device[3]))
+        hidden = self._layers(on_device[0], on_device[1], on_device[2], plans, backend, rows=on_device[3])
+        return self.model.logits(hidden) if wanted else self._no_logits()
 
     def _plan(
         self,

@@ -34,7 +34,7 @@ from dagengine_kvstore.torch_arena import TorchArena
 from dagengine_positions import LayerGroup, ModelGeometry
 
 from .models.norm import RMSNorm
-from .models.registry import Model
+from .models.registry import Model, RowsModel
 from .repositioning import PageMover
 from .work import Work
 
@@ -91,6 +91,7 @@ class Runner:
             (group, _shape(geometry, group), _rotary(group, 2 * max_positions, device))
             for group in geometry.groups
         )
+        self._takes_rows = isinstance(model, RowsModel)
         self._head_norms: dict[int, tuple[HeadNorm, HeadNorm]] = {}
         self._group_of = {layer: i for i, (group, _, _) in enumerate(self._groups) for layer in group.layers}
 
@@ -188,8 +189,10 @@ class Runner:
             backend.plan(batch.table, shape, rotary, device=self.device, dtype=self.arena.layer(0).dtype)
             for _, shape, rotary in self._groups
         ]
-        hidden = self._layers(batch.input_ids, batch.positions, batch.slots, plans, backend)
-        return self.model.logits(hidden[batch.logit_rows])
+        hidden = self._layers(
+            batch.input_ids, batch.positions, batch.slots, plans, backend, rows=batch.logit_rows
+        )
+        return self.model.logits(hidden)
 
     def _layers(
         self,
@@ -199,11 +202,13 @@ class Runner:
         plans: SequenceOf[Plan],
         backend: AttentionBackend,
         *,
+        rows: Tensor | None = None,
         settled: bool = False,
     ) -> Tensor:
         """Hidden states [T, H] behind the last layer; K and V of all rows with a slot are written on the way.
 
         Args:
+            rows: those that are wanted, int64 [R]; None: all of them.
             settled: as `dagengine_kernels.plan_append` is told of positions and slots.
         """
         size = self.arena.page_size
@@ -226,7 +231,11 @@ class Runner:
             assert isinstance(out, Tensor)
             return out
 
-        return self.model.forward(input_ids, attend)
+        if rows is None:
+            return self.model.forward(input_ids, attend)
+        if self._takes_rows:
+            return self.model.forward_rows(input_ids, attend, rows)  # type: ignore[attr-defined]
+        return self.model.forward(input_ids, attend).index_select(0, rows)
 
     def _append(
         self,

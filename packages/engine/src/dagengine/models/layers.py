@@ -55,12 +55,14 @@ class Attention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
 
-    def __call__(self, x: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, dim)
         q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
         out = attend(self.layer, q, k, v, q_norm=self.q_norm, k_norm=self.k_norm)
-        return self.out(out.reshape(-1, heads * dim), x)
+        if rows is not None:
+            out, x = out.index_select(0, rows), x.index_select(0, rows)
+        return self.out(out.reshape(-1, heads * dim), x) if len(x) else x
 
 
 @dataclass(frozen=True)
@@ -71,18 +73,18 @@ class GatedMLP:
     down: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up(x), x)
+        return self.down(self.gate_up(x), x) if len(x) else x
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Pre-norm residual block."""
+    """Pre-norm residual block. Keys and values are those of all rows, the result that of `rows`; None: of all."""
 
     attention: Attention
     mlp: GatedMLP
 
-    def __call__(self, x: Tensor, attend: Attend) -> Tensor:
-        return self.mlp(self.attention(x, attend))
+    def __call__(self, x: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        return self.mlp(self.attention(x, attend, rows))
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,14 @@ class Decoder:
         for layer in self.layers:
             x = layer(x, attend)
         return x
+
+    def forward_rows(self, input_ids: Tensor, attend: Attend, rows: Tensor) -> Tensor:
+        """Of `forward`'s result these rows, [R] int64, without what the last layer makes of the others: [R, H]."""
+        x = F.embedding(input_ids, self.embedding)
+        *layers, last = self.layers
+        for layer in layers:
+            x = layer(x, attend)
+        return last(x, attend, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, vocab], in float32 or wider, of chosen rows of `forward`'s result [R, H]."""

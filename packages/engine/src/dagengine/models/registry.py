@@ -7,7 +7,7 @@ cannot be imported hinders nobody else.
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -26,6 +26,15 @@ class Model(Protocol):
     def forward(self, input_ids: Tensor, attend: Attend) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class RowsModel(Model, Protocol):
+    """A model that is asked for the rows that are wanted, where these are known, and so can leave out the others behind
+    its last layer's keys and values.
+    """
+
+    def forward_rows(self, input_ids: Tensor, attend: Attend, rows: Tensor) -> Tensor: ...
 
 
 class ModelClass(Protocol):
