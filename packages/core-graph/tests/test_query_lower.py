@@ -133,6 +133,31 @@ def test_equal_calls_are_samples_that_wait_for_one_input() -> None:
     assert [(n.sample, n.reuses) for n in in_order.nodes] == [(0, None), (1, "n0"), (0, "n0")]
 
 
+def apart(query: Query) -> Query:
+    """The same query, in which no two calls are one object."""
+    return query.with_subqueries(tuple(apart(child) for child in query.subqueries))
+
+
+def test_samples_of_one_call_are_lowered_as_equal_calls_are() -> None:
+    once, twice, deep = g(cross(S, U)), g(cross(S, A)), g(cross(S, plus(A, g(U)), B))
+    hides = g(cross(monad(B), U))
+    for query in (
+        g(cross(S, repeat(3, once), U)),
+        g(cross(plus(once, once, user("v"), once, twice, once, once), U)),
+        g(cross(plus(deep, deep, once, once, deep), U)),
+        g(cross(plus(hides, hides, monad(once), hides), U)),
+    ):
+        planned = plan(query).query
+        assert plan(apart(query)).query == planned and lower(planned) == lower(apart(planned))
+    again = 0
+    for seed in range(QUERIES // 3):
+        planned = plan(random_query(random.Random(seed)), retriever=scripted_retriever).query
+        found = lower(planned)
+        assert found == lower(apart(planned)), seed
+        again += sum(node.sample > 0 for node in found.nodes)
+    assert again > QUERIES // 30
+
+
 def test_what_is_prepared_is_left_out_where_it_is_computed_anyway() -> None:
     lowered = lower(plan(g(cross(S, retrieve("c", "?"), U)), retriever=lambda query: ["a", "b", "a"]))
     assert [node.messages[0]["content"] for node in lowered.nodes] == ["s", "a", "b", "a", "u"]

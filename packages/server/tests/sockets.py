@@ -16,8 +16,8 @@ class RawClient:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
         self.received = b""
 
-    def send(self, path: str, body: Any, *, part: float = 1.0) -> None:
-        """Send a request, or the beginning of one: headers, and this share of its body."""
+    def send(self, path: str, body: Any, *, part: float = 1.0) -> bytes:
+        """Send a request, or the beginning of one: headers, and this share of its body. Returns the rest."""
         data = json.dumps(body).encode()
         lines = (
             f"POST {path} HTTP/1.1",
@@ -26,7 +26,9 @@ class RawClient:
             f"Content-Length: {len(data)}",
         )
         head = "\r\n".join(lines) + "\r\n\r\n"
-        self.socket.sendall(head.encode() + data[: int(len(data) * part)])
+        sent = int(len(data) * part)
+        self.socket.sendall(head.encode() + data[:sent])
+        return data[sent:]
 
     def read_until(self, mark: bytes, times: int = 1) -> bytes:
         """Read until `mark` came so often; everything received so far."""

@@ -15,7 +15,7 @@ from dagengine import DagError
 from dagengine.shapes import shape_config, write_config
 from dagengine_server.cli import main
 from dagengine_server.cli.bench import nested
-from dagengine_server.cli.bench.endpoint import Endpoint
+from dagengine_server.cli.bench.endpoint import Endpoint, Reply
 from dagengine_server.cli.bench.evidence import read_evidence
 from dagengine_server.cli.bench.local_server import local_server
 from dagengine_server.cli.bench.nested_queries import NestedQueries, Run
@@ -147,6 +147,23 @@ def test_nested_through_an_endpoint_judges_all_that_was_generated(capsys: pytest
     whole = hot["query sent to the judge's first token, span query", "prefix reuse"]
     inner = hot["candidates generated, span query", "prefix reuse"]
     assert whole["value"] > inner["value"] > 0 and first["p50"] <= first["p95"] <= first["p99"]
+    assert first["value"] > 0 and whole["value"] == pytest.approx(inner["value"] + first["value"])
+    harder = hot["judge's first token with all before the candidates, span query", "prefix reuse"]
+    submitting = hot["submitting", None]["value"]
+    assert submitting >= hot["planning", None]["value"] + hot["tokenizing", None]["value"]
+    assert harder["value"] == pytest.approx(first["value"] + submitting)
+    assert harder["baseline_value"] == first["baseline_value"]
+
+
+def test_a_judges_first_token_counts_from_the_last_candidate() -> None:
+    judge = Reply(begin=10.0, sampled=[11.5, 11.75], tokens=3)
+    judge.timing = {"submit": 250.0, "plan": 100.0, "tokenize": 50.0}
+    judge.dag = {"timing_ms": {"waited": 1000.0, "first_token": 1125.0}}
+    calls = [{"output": {"token_ids": ids}} for ids in ([1, 2], [3], [4])]
+    judge.record = {"calls": calls}
+    run = Run.of_query(judge)
+    assert (run.submit, run.inner, run.first, run.whole) == (0.25, 1.25, 0.25, 1.75)
+    assert run.candidates == [(1, 2), (3,)] and run.lengths == [2, 1], "the judge is none of them"
 
 
 def test_tokens_that_a_judge_did_not_see_are_cropped_ones() -> None:
@@ -159,7 +176,7 @@ def test_tokens_that_a_judge_did_not_see_are_cropped_ones() -> None:
 
     runs = object.__new__(NestedQueries)
     runs._endpoint, runs._prompt, runs._question = Counts(), "a", "b"  # type: ignore[assignment]
-    assert runs._extra(Run(Judge(), 0.0, 0.0, ["x", "y"], [8, 8])) == -3  # type: ignore[arg-type]
+    assert runs._extra(Run(Judge(), 0.0, 0.0, 0.0, ["x", "y"], [8, 8])) == -3  # type: ignore[arg-type]
 
 
 def test_nested_sweeps_temperatures_at_two_fan_outs_and_fan_outs_at_one_temperature() -> None:

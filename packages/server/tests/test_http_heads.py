@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from contextlib import suppress
 
 import pytest
-from conftest import MODEL, Server
+from conftest import MODEL, Server, wait_until
+from sockets import RawClient
+from starlette.requests import Request
 
-from dagengine_server.http_heads import MOST_HEAD_BYTES
+from dagengine_server.http_heads import MOST_HEAD_BYTES, body_came
 
 LINE = b"POST /tokenize HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = LINE + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -62,3 +65,26 @@ def test_bodies_may_be_larger_than_heads(server: Server) -> None:
         headers = {"Content-Type": "application/json", "X-Long": "a" * 30000}
         answer = server.http.post("/tokenize", content=content, headers=headers)  # type: ignore[arg-type]
         assert answer.status_code == 200 and answer.json()["count"] == len(text)
+
+
+def test_a_body_came_when_the_last_of_it_did(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[Request] = []
+    told: list[tuple[float, float]] = []
+
+    async def note(request: Request) -> float:
+        began.append(request)
+        came = await body_came(request)
+        told.append((came, time.perf_counter()))
+        return came
+
+    monkeypatch.setattr("dagengine_server.routes.queries.body_came", note)
+    body = {"g": {"model": MODEL, "max_tokens": 1, "input": {"user": "a"}}}
+    client = RawClient(server.port)
+    data = client.send("/v1/query/execute", body, part=0.5)
+    wait_until(lambda: bool(began))
+    half = time.perf_counter()
+    client.socket.sendall(data)
+    client.read_until(b'"timing_ms"')
+    client.socket.close()
+    ((came, read),) = told
+    assert half < came < read

@@ -1,7 +1,12 @@
-"""HTTP as uvicorn reads it with httptools, and an end to heads that have none. Knows no routes and no bodies."""
+"""HTTP as uvicorn reads it with httptools, an end to heads that have none, and when a body was there. Knows no routes,
+and not what bodies hold.
+"""
 
 from __future__ import annotations
 
+import time
+
+from starlette.requests import Request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MOST_HEAD_BYTES = 2**16
@@ -10,7 +15,9 @@ at once comes on top."""
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """A connection that answers 400 and closes where a head goes on for ever: the parser would gather all of it."""
+    """A connection that notes in a request's state when the last of its body came, and answers 400 and closes where a
+    head goes on for ever: the parser would gather all of it.
+    """
 
     _head_bytes = 0
 
@@ -30,4 +37,14 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
+        self.scope["state"]["body_came"] = time.perf_counter()
         super().on_message_complete()
+
+
+async def body_came(request: Request) -> float:
+    """When the last of the body came, on the clock of `time.perf_counter`, once it is there: on another connection than
+    `BoundedHttp`, which does not note it, when it was read. Raises as `Request.body`.
+    """
+    await request.body()
+    came: float = getattr(request.state, "body_came", None) or time.perf_counter()
+    return came

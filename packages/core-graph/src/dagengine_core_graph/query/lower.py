@@ -142,12 +142,20 @@ class _Lowering:
     def plus(self, query: Query, path: str) -> _Items:
         prefix = f"{path}.plus[" if path else "plus["
         members: list[_Items] = []
+        before: Query | None = None
         for index, child in enumerate(query.subqueries):
             here = f"{prefix}{index}]"
             if child.kind == TEXT:
                 members.append((self.add(here, (child,), (), None, True),))  # type: ignore[arg-type]
+                before = None
                 continue
+            if child is before:
+                members.append((~self.sample(f"{here}.g"),))
+                continue
+            count = len(self.drafts)
             shown = self.materialize(self.scope(child, here, True), True)
+            alone = child.kind == GENERATE and not child.kinds & MONAD and len(self.drafts) == count + 1
+            before = child if alone else None
             if len(shown) == 1 and isinstance(shown[0], _Group):
                 members += shown[0].members
             elif shown:
@@ -168,6 +176,12 @@ class _Lowering:
         if not prompt.items and not prompt.parts:
             raise QueryError("invalid_request", "the input of a g shows nothing", join_path(path, "g.input"))
         return self.add(join_path(path, "g"), prompt.parts, prompt.items, query.params, False)
+
+    def sample(self, path: str) -> int:
+        """One more of the call before it, whose input needed no node of its own."""
+        _, parts, items, generate, continues, key = self.drafts[-1]
+        self.drafts.append(_Draft(path, parts, items, generate, continues, key))
+        return len(self.drafts) - 1
 
     def add(
         self,

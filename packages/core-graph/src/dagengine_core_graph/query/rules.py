@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from random import Random
 from typing import Final, TypeAlias
 
@@ -172,18 +173,21 @@ def distribute_plus(query: Query, _: Surroundings) -> Query:
     """
     if not isinstance(query, Plus):
         return query
-    samples = Counter(
+    inputs = [
         child.input
         for child in query.children
         if isinstance(child, Generate) and not child.input.kinds & CALLS
-    )
+    ]
+    samples: Counter[Query] = Counter()
+    for same in [list(run) for _, run in groupby(inputs, id)]:  # samples of one call: one object, hashed once
+        samples[same[0]] += len(same)
     prepared = {child.query for child in query.children if isinstance(child, Monad)} if samples else set()
     shared = {prompt for prompt, count in samples.items() if count > 1} - prepared
     if not shared:
         return query
     children: list[Query] = []
     for child in query.children:
-        if isinstance(child, Generate) and child.input in shared:
+        if shared and isinstance(child, Generate) and child.input in shared:
             shared.discard(child.input)
             children.append(Monad(child.input))
         children.append(child)

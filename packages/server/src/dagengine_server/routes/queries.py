@@ -24,6 +24,7 @@ from dagengine_core_graph.query import Query as SpanQuery
 
 from ..answers import dag_object
 from ..errors import envelope
+from ..http_heads import body_came
 from ..limits import MAX_CLIENT_ID
 from ..parameters import ExecuteParameters, PrepareParameters, described, read_parameters
 from ..parsing import is_small, read_query_json
@@ -48,10 +49,12 @@ class Job:
     """A query that is submitted.
 
     Attributes:
+        came: when the last of its body came, on the clock of `time.perf_counter`.
         texts: whether it is a `map`, whose answer is a text completion.
     """
 
     head: Mapping[str, Any]
+    came: float
     asked: QuerySubmission
     texts: bool
 
@@ -67,11 +70,14 @@ class Job:
 
 @router.post("/execute", openapi_extra={"x-body": "SpanQuery", "parameters": described(ExecuteParameters)})
 async def execute(request: Request) -> Response:
-    """Run a span query; nested calls are one graph. Answers of the calls that its result holds are the choices."""
+    """Run a span query; nested calls are one graph. Answers of the calls that its result holds are the choices.
+
+    `dag.timing_ms` of the whole query: `plan` and `tokenize`, and `submit`, from when the last of the body came
+    until the engine was handed the requests, both of these included. `waited` of an answer counts from there.
+    """
     service, asked = service_of(request), read_parameters(request, ExecuteParameters)
     keep = None if asked.keep_ttl_s is None else Keep(ttl_s=asked.keep_ttl_s)
-    encoded, options, texts = await _encoded(request, asked, asked.reduce, keep)
-    job = _job(request, encoded, options, texts)
+    job = await _job(request, asked, reduce=asked.reduce, keep=keep)
     headers = _echo(request)
     with service.submission(id_of(request), tenant_of(request), locate=_unlocated) as submission:
         await _start(service, job, submission)
@@ -79,7 +85,7 @@ async def execute(request: Request) -> Response:
             source = _events(service, job, submission)
             return EventStream(source, lambda: service.end(id_of(request)), headers)
         outcome = await unless_disconnected(_outcome(service, job, submission), request.receive)
-        answer = json_response(_answer(job, outcome))
+        answer = json_response(_answer(job, outcome, submission))
         submission.delivered()
     service.end(id_of(request))
     answer.headers.update(headers)
@@ -92,8 +98,7 @@ async def prepare(request: Request) -> Response:
     service, asked = service_of(request), read_parameters(request, PrepareParameters)
     if not service.settings.max_fragments:
         raise DagError("unsupported", "this server keeps no fragments; start it with --max-fragments above 0")
-    encoded, options, texts = await _encoded(request, asked, None, None)
-    job = _job(request, encoded, options, texts, prepare_only=True)
+    job = await _job(request, asked, prepare_only=True)
     with service.submission(id_of(request), tenant_of(request), locate=_unlocated) as submission:
         await _start(service, job, submission)
         found = await unless_disconnected(_finished(service, job, submission), request.receive)
@@ -105,6 +110,22 @@ async def prepare(request: Request) -> Response:
     answer = json_response({"success": True})
     answer.headers.update(_echo(request))
     return answer
+
+
+async def _job(
+    request: Request,
+    asked: PrepareParameters,
+    *,
+    reduce: int | None = None,
+    keep: Keep | None = None,
+    prepare_only: bool = False,
+) -> Job:
+    """What is to be submitted. Raises as `_encoded`."""
+    service, came = service_of(request), await body_came(request)
+    encoded, options, texts = await _encoded(request, asked, reduce, keep)
+    submission = QuerySubmission(service.fragments, [encoded], options, prepare_only=prepare_only)
+    head = {"id": id_of(request), "created": int(time.time()), "model": service.settings.served_model_name}
+    return Job(head, came, submission, texts)
 
 
 async def _encoded(
@@ -158,20 +179,6 @@ async def _quickly(quick: bool, function: Callable[[], T]) -> T:
     return function() if quick else await off_loop(function)
 
 
-def _job(
-    request: Request,
-    encoded: EncodedQuery,
-    options: QueryOptions,
-    texts: bool,
-    *,
-    prepare_only: bool = False,
-) -> Job:
-    service = service_of(request)
-    asked = QuerySubmission(service.fragments, [encoded], options, prepare_only=prepare_only)
-    head = {"id": id_of(request), "created": int(time.time()), "model": service.settings.served_model_name}
-    return Job(head, asked, texts)
-
-
 async def _start(service: Service, job: Job, submission: Submission) -> None:
     """Submit. Raises DagError, the first refusal, located."""
     try:
@@ -204,7 +211,7 @@ def _keep(service: Service, job: Job, submission: Submission, events: list[Finis
             submission.delivered(event.request_id)
 
 
-def _answer(job: Job, outcome: Outcome) -> dict[str, Any]:
+def _answer(job: Job, outcome: Outcome, submission: Submission) -> dict[str, Any]:
     """spnl's two shapes: a chat completion, or a text completion for a `map`; and what else there is to say."""
     kind = "text_completion" if job.texts else "chat.completion"
     return {
@@ -213,15 +220,21 @@ def _answer(job: Job, outcome: Outcome) -> dict[str, Any]:
         "choices": [_choice(job, index, choice) for index, choice in enumerate(outcome.answers)],
         "usage": _usage(outcome),
         "result": dump_query(outcome.result)["query"],
-        "dag": _about(job, outcome),
+        "dag": _about(job, outcome, submission),
     }
 
 
-def _about(job: Job, outcome: Outcome) -> dict[str, Any]:
-    """The `dag` of the whole query."""
-    timing = job.query.queries[0].timing
-    spent = {"plan": round(timing.plan, 3), "tokenize": round(timing.tokenize, 3)}
-    return {"record": dict(outcome.record), "timing_ms": spent}
+def _about(job: Job, outcome: Outcome, submission: Submission) -> dict[str, Any]:
+    """The `dag` of the whole query. `submit` are the milliseconds from when the last of its body came until the engine
+    was handed its requests: to read, plan and tokenize it, to wait for the engine's thread and to make them there.
+    """
+    assert submission.handed is not None
+    timing, submit = job.query.queries[0].timing, (submission.handed - job.came) * 1e3
+    spent = {"submit": submit, "plan": timing.plan, "tokenize": timing.tokenize}
+    return {
+        "record": dict(outcome.record),
+        "timing_ms": {name: round(value, 3) for name, value in spent.items()},
+    }
 
 
 def _choice(job: Job, index: int, choice: Choice) -> dict[str, Any]:
@@ -292,7 +305,7 @@ async def _events(service: Service, job: Job, submission: Submission) -> AsyncGe
         }
         for index, choice in enumerate(outcome.answers)
     ] or [{"choices": []}]
-    chunks[-1] |= {"usage": _usage(outcome), "dag": _about(job, outcome)}
+    chunks[-1] |= {"usage": _usage(outcome), "dag": _about(job, outcome, submission)}
     last = b"".join(data_event({**job.head, "object": "text_completion", **chunk}) for chunk in chunks)
     yield last + DONE
     submission.delivered()

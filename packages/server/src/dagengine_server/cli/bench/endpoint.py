@@ -69,6 +69,11 @@ class Reply(Stream):
         return float(self.dag["timing_ms"]["waited"]) / 1e3
 
     @property
+    def submit(self) -> float:
+        """Seconds from when the last of a query's body came to the server until the engine was handed its requests."""
+        return float(self.timing["submit"]) / 1e3
+
+    @property
     def engine_ttft(self) -> float:
         """Seconds in the engine until the first token, without HTTP, planning and tokenizing."""
         return float(self.dag["timing_ms"]["first_token"]) / 1e3
@@ -121,7 +126,10 @@ class Endpoint:
     def query(self, query: Query, name: str) -> Reply:
         """The streamed answer of a query with one answer."""
         params = {"stream": "true", "cache_salt": self.salt(name)}
-        return self._streamed("/v1/query/execute", params, dump_query(query))
+        reply = self._streamed("/v1/query/execute", params, dump_query(query))
+        if "submit" not in reply.timing:
+            raise _strange()
+        return reply
 
     def chat(self, messages: Sequence[Message], name: str, **options: Any) -> Reply:
         """The streamed answer of a plain prompt: what OpenAI's clients send, with prefix reuse alone."""

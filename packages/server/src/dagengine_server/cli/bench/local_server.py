@@ -24,6 +24,7 @@ from dagengine.devices import describe
 
 from ...app import create_app
 from ...garbage import seldom_collected
+from ...http_heads import BoundedHttp
 from ...serving import short_turns
 from ...settings import ServerSettings
 from ..console import CommandError
@@ -80,7 +81,7 @@ def _serve(folder: str, options: Mapping[str, Any], pipe: Connection) -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         app = create_app(engine, ServerSettings(served_model_name=Path(folder).name))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", http=BoundedHttp))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         with short_turns(), seldom_collected():
             thread.start()

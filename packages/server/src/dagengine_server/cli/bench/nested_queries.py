@@ -6,9 +6,14 @@
                    as a plain prompt, of which what was computed before is found again as a prefix
 
 One prompt, task and question for all runs of a case; above temperature 0 every run has seeds of its own, so that the
-candidates are new ones. Both ways take turns. Times are those of the client. The judge's first token is counted from
-when the last candidate was there: of the span query by what the engine says that the judge waited, so that all
-planning, tokenizing and HTTP of the whole query is counted as the judge's.
+candidates are new ones. Both ways take turns. Times are those of the client, but for when the last candidate of a span
+query was there, which the server knows:
+
+    sent ─ upload ─► body ─ submit ─► the engine has all requests ─ waited ─► last candidate ─ first ─► at the client
+
+    judge's first token         ttft - submit - waited: `first`, and the query's upload until the last of it came
+    with all before candidates  ttft - waited: also reading, planning and tokenizing all n + 1 calls, making requests
+    of a plain judge            ttft of its own call: upload, reading and tokenizing its prompt, its token at the client
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from dagengine_core_graph.query import Query, cross, g, repeat, system, user
 
@@ -29,6 +34,7 @@ from .texts import Texts
 
 TASK = 8
 JUDGE, REUSE = "judge's first token, span query", "prefix reuse"
+WITH_SUBMIT = "judge's first token with all before the candidates, span query"
 CASE = "temperature 0.5, through the endpoint"
 WIDE = f"llama-3.1-8b, 24 candidates x 256, prompt 512, question 32, {CASE}"
 NARROW = f"llama-3.1-8b, 1 candidates x 256, prompt 512, question 32, {CASE}"
@@ -46,15 +52,24 @@ class Run:
 
     Attributes:
         judge: the judge's stream.
-        inner: seconds until all candidates were there. first: from then to the judge's first token.
+        submit: seconds that reading, planning, tokenizing and submitting the query took; 0 where there is none.
+        inner: seconds until all candidates were there, `submit` included. first: from then to the judge's first token.
         candidates: their outputs, to be told apart. lengths: tokens of each.
     """
 
     judge: Reply
+    submit: float
     inner: float
     first: float
     candidates: Sequence[object]
     lengths: Sequence[int]
+
+    @classmethod
+    def of_query(cls, judge: Reply) -> Self:
+        """Of a span query's answer."""
+        inner = judge.submit + judge.waited
+        outputs = [tuple(call["output"]["token_ids"]) for call in judge.record["calls"][:-1]]
+        return cls(judge, judge.submit, inner, judge.ttft - inner, outputs, [len(ids) for ids in outputs])
 
     @property
     def whole(self) -> float:
@@ -137,9 +152,7 @@ class NestedQueries:
         )
 
     def _spans(self) -> Run:
-        judge = self._endpoint.query(self._query(), "spans")
-        outputs = [tuple(call["output"]["token_ids"]) for call in judge.record["calls"][:-1]]
-        return Run(judge, judge.waited, judge.ttft - judge.waited, outputs, [len(ids) for ids in outputs])
+        return Run.of_query(self._endpoint.query(self._query(), "spans"))
 
     def _plain(self) -> Run:
         options = self._options
@@ -151,7 +164,7 @@ class NestedQueries:
         messages = self._messages(*(answer.text for answer in found), user=self._question)
         judge = self._endpoint.chat(messages, "plain", max_tokens=self._answer, temperature=0)
         texts, lengths = [answer.text for answer in found], [answer.tokens for answer in found]
-        return Run(judge, judge.begin - begin, judge.ttft, texts, lengths)
+        return Run(judge, 0.0, judge.begin - begin, judge.ttft, texts, lengths)
 
     def _messages(self, *answers: str, user: str) -> list[Message]:
         said = [("system", self._prompt), *(("assistant", text) for text in answers), ("user", user)]
@@ -169,7 +182,12 @@ class NestedQueries:
             return one.against(REUSE, other.value), other
 
         judge, text = both("judge's first token", lambda run: [run.first * 1e3], "ms")
-        figures = [judge, text]
+        with_submit = [(run.submit + run.first) * 1e3 for run in spans]
+        figures = [
+            judge,
+            text,
+            Figure.of(case, backend, WITH_SUBMIT, with_submit, "ms").against(REUSE, text.value),
+        ]
         mark = MARKS.get(self._fan)
         if mark is not None and self._temperature > 0:
             figures.append(
@@ -198,6 +216,7 @@ class NestedQueries:
         extra = [self._extra(run) for run in spans]
         return [
             *figures,
+            Figure.of(case, backend, "submitting", [timing["submit"] for timing in timings], "ms"),
             Figure.of(case, backend, "planning", [timing["plan"] for timing in timings], "ms"),
             Figure.of(case, backend, "tokenizing", [timing["tokenize"] for timing in timings], "ms"),
             Figure.of(case, backend, "padding", [max(0, tokens) for tokens in extra], "tokens"),
