@@ -89,7 +89,12 @@ class Preparer:
         self._plans = count()
 
     def resolve(self, ref: ContextRef, index: int, salt: str) -> ResolvedRef:
-        """Look up a reference by state id.
+        """Look up a reference by state id. Raises as `find`."""
+        self._store.expire()
+        return self.find(ref, index, salt)
+
+    def find(self, ref: ContextRef, index: int, salt: str) -> ResolvedRef:
+        """As `resolve`, of several references: the store's `expire` was called once, before the first.
 
         Raises:
             DagError: `state_not_found`, `state_released`, `span_out_of_range`, `invalid_request`; the field is
@@ -98,7 +103,7 @@ class Preparer:
         if not isinstance(ref.state, str):
             raise DagError("invalid_request", "a reference names a state", f"context[{index}].state")
         try:
-            node, cut = self._store.resolve(ref.state, salt)
+            node, cut = self._store.find(ref.state, salt)
         except Exception as error:
             found = as_dag_error(error)
             raise DagError(found.code, found.message, f"context[{index}].state") from None

@@ -225,7 +225,21 @@ class KVStore:
 
         Raises KVStoreError `state_not_found` (also for another tenant's), `state_released`.
         """
-        handle = self._handle(handle_id, salt)
+        self.expire()
+        return self.find(handle_id, salt)
+
+    def find(self, handle_id: str, salt: str = "", *, ttl_s: float | None = None) -> tuple[NodeRecord, int]:
+        """As `resolve`, but a handle whose time to live is over is found until `expire`: who looks several up calls that
+        once, before the first.
+
+        Args:
+            ttl_s: the handle ends so many seconds from now; None: as it would.
+
+        Raises as `resolve`, and KVStoreError `invalid_ttl`.
+        """
+        handle = self._books.handles.get(handle_id, salt)
+        if ttl_s is not None:
+            self._books.handles.set_ttl(handle, ttl_s)
         return handle.node, handle.at
 
     def release(self, handle_id: str, *, salt: str | None = None) -> None:
