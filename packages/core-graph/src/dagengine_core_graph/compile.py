@@ -48,7 +48,7 @@ class VisibleContext:
     @cached_property
     def references(self) -> tuple[Reference, ...]:
         """As given."""
-        return tuple(reading.reference for reading in self.readings)
+        return tuple([reading.reference for reading in self.readings])
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +90,7 @@ def place(readings: Iterable[Reading]) -> VisibleContext:
 
 def place_passing(context: VisibleContext) -> RangeList:
     """What a node with this visible context passes on."""
-    if all(reading.reference.passes for reading in context.readings):
+    if all([reading.reference.passes for reading in context.readings]):
         return context.placed
     return place(reading for reading in context.readings if reading.reference.passes).placed
 

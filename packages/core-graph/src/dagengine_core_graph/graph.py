@@ -58,7 +58,7 @@ class Node:
     def __init__(self, id: NodeId, serial: int, visible: VisibleContext) -> None:
         self.id = id
         self.serial = serial
-        self.parents = tuple(reading.node for reading in visible.readings)
+        self.parents = tuple([reading.node for reading in visible.readings])
         self.visible = visible
         self.passed: RangeList = place_passing(visible)
         self.context: tuple[Reference, ...] = visible.references
@@ -107,6 +107,9 @@ class Node:
 
     def __repr__(self) -> str:
         return f"<Node {self.id!r}, {self.length} tokens{', sealed' if self.sealed else ''}>"
+
+
+_KINDS = (Inherit, Digest, Artifact)
 
 
 class ContextGraph:
@@ -223,11 +226,14 @@ class ContextGraph:
         return context
 
     def _read(self, reference: Reference) -> Reading:
-        if not isinstance(reference, (Inherit, Digest, Artifact)):
+        if not isinstance(reference, _KINDS):
             raise GraphError(
                 "invalid_request", f"a reference is an Inherit, Digest or Artifact, not {reference!r}"
             )
-        node = self.node(reference.node)
+        try:
+            node = self._nodes[reference.node]
+        except (KeyError, TypeError):
+            node = self.node(reference.node)
         if not node.sealed:
             raise GraphError("state_not_sealed", f"{node.id!r} is still growing; seal it first", "node")
         start = reference.start

@@ -8,6 +8,7 @@ The one place where graph, positions and store meet. Each stage has one name:
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
@@ -127,8 +128,7 @@ class Preparer:
         begin = time.perf_counter()
         nodes = {ref.node.uid: ref.node for ref in refs}
         try:
-            references = [_reference(ref, index) for index, ref in enumerate(refs)]
-            context = compile_context(self.graph, references)
+            context = compile_context(self.graph, _references(refs))
         except GraphError as error:
             raise as_dag_error(error, "context") from None
         compiled = time.perf_counter()
@@ -331,11 +331,14 @@ def _num_pages(layout: Layout, size: int) -> int:
     return found
 
 
-def _reference(ref: ResolvedRef, index: int) -> Reference:
+def _references(refs: Sequence[ResolvedRef]) -> list[Reference]:
+    made: list[Reference] = []
     try:
-        return make_reference(ref.node.uid, ref.ref.mode, ref.ref.span, ref.at, ref.ref.start)
+        for node, at, ref in refs:
+            made.append(make_reference(node.uid, ref.mode, ref.span, at, ref.start))
     except GraphError as error:
-        raise DagError(error.code, error.message, f"context[{index}].{error.field}") from None
+        raise DagError(error.code, error.message, f"context[{len(made)}].{error.field}") from None
+    return made
 
 
 def _about_layout(error: Exception) -> DagError:
@@ -355,20 +358,29 @@ def context_extents(reads: Sequence[Read], lease: Lease) -> Extents:
     """
     if not reads:
         return EMPTY
-    size, runs = lease.page_size, lease.pages
-    each: list[tuple[int, int, int, int]] = []
-    before = 0
-    for (node, start, stop, delta), run in zip(reads, runs, strict=True):
-        each.append((start, stop, node.own_start + delta, (start // size - before) * size))
-        before += len(run)
-    starts, stops, views, firsts = np.repeat(np.array(each), [len(run) for run in runs], axis=0).T
-    # The first row of a read's i-th page is its node's token firsts[i].
-    firsts = firsts + np.arange(0, before * size, size)
-    pages = np.frombuffer(b"".join(runs), np.int32)
-    rows = np.empty((len(pages), 5), np.int32)
-    lows = np.maximum(starts - firsts, 0)
-    stored = np.frombuffer(lease.base_of, np.int64)[pages] + lows
-    rows[:, PAGE], rows[:, LO], rows[:, STORED] = pages, lows, stored
-    rows[:, HI] = np.minimum(stops - firsts, size)
-    rows[:, DELTA] = views + firsts + lows - stored
+    size = lease.page_size
+    views, counts = array("q"), array("q")  # of each read: that of a page that would be row 0, and its pages
+    cuts: list[tuple[int, int, int]] = []
+    end = 0
+    for (node, start, stop, delta), run in zip(reads, lease.pages, strict=True):
+        low, high = start % size, stop % size
+        views.append(node.own_start + delta + start - low - end * size)
+        counts.append(len(run))
+        if run and low:
+            cuts.append((end, LO, low))
+        end += len(run)
+        if run and high:
+            cuts.append((end - 1, HI, high))
+    pages = np.frombuffer(b"".join(lease.pages), np.int32)
+    stored = np.frombuffer(lease.base_of, np.int64).take(pages)
+    rows = np.empty((end, 5), np.int32)
+    rows[:, PAGE], rows[:, LO], rows[:, HI], rows[:, STORED] = pages, 0, size, stored
+    deltas = np.frombuffer(views, np.int64).repeat(counts)
+    deltas += np.arange(0, end * size, size)
+    deltas -= stored
+    rows[:, DELTA] = deltas
+    for row, column, cut in cuts:
+        rows[row, column] = cut
+        if column == LO:
+            rows[row, STORED] += cut
     return rows
