@@ -81,7 +81,7 @@ def place(readings: Iterable[Reading]) -> VisibleContext:
     placed = tuple(readings)
     stages = []
     for reference, node, start, stop in placed:
-        if not isinstance(reference, Artifact):
+        if node.passed.prefix is not None and not isinstance(reference, Artifact):
             placement.place_list(node.passed)
         placement.place(node, start, stop)
         stages.append(placement.placed)

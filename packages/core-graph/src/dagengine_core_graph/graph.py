@@ -207,12 +207,13 @@ class ContextGraph:
                 readings.append(self._read(reference))
             except GraphError as error:
                 raise error.under(f"context[{index}]") from None
-            if not isinstance(reference, Artifact):
-                whole = whole or reference.mode
-                if reference.mode != whole:
+            mode = reference.mode
+            if mode != whole and not isinstance(reference, Artifact):
+                whole = whole or mode
+                if mode != whole:
                     raise GraphError(
                         "edge_mix_forbidden",
-                        f"a node with {whole} references cannot {reference.mode}; artifact mixes with both",
+                        f"a node with {whole} references cannot {mode}; artifact mixes with both",
                         f"context[{index}].mode",
                     )
         return tuple(readings)

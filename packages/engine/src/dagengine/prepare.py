@@ -316,7 +316,7 @@ class Preparer:
 
 def _num_pages(layout: Layout, size: int) -> int:
     """How many pages of `size` tokens the segments lie in, each node's own counted once."""
-    if len({node for node, *_ in layout.segments}) == len(layout.segments):
+    if len({segment[0] for segment in layout.segments}) == len(layout.segments):
         return sum([-(-stop // size) - start // size for _, start, stop, _, _ in layout.segments])
     ranges: dict[object, list[tuple[int, int]]] = {}
     for segment in layout.segments:

@@ -39,7 +39,8 @@ class HoldTable:
     def hold(self, node: NodeRecord, start: int, stop: int, *, passed: bool) -> Hold:
         """A hold on [start, stop) of a node and, with `passed`, on everything that the node passes on."""
         if start < stop:
-            node.cover[start, stop] = node.cover.get((start, stop), 0) + 1
+            span = start, stop
+            node.cover[span] = node.cover.get(span, 0) + 1
         if passed:
             assert node.root.refs > 0
             node.root.refs += 1

@@ -68,7 +68,7 @@ def check_references(
         raise KVStoreError("edge_mix_forbidden", message, field="parents")
     for index, (node, mode, start, stop) in enumerate(parents):
         check_readable(node, start, stop, salt, "parents", index)
-        if node.signature != signature:
+        if node.signature is not signature and node.signature != signature:
             raise _other_signature(node, signature, f"parents[{index}]")
         if mode not in MODES:
             message = f"mode must be inherit, digest or artifact, not {mode!r}"
@@ -79,7 +79,7 @@ def check_references(
         check_held(node, start, stop, passed=mode != "artifact", field="parents", index=index)
     for index, (node, start, stop, _) in enumerate(reads):
         check_readable(node, start, stop, salt, "reads", index)
-        if node.signature != signature:
+        if node.signature is not signature and node.signature != signature:
             raise _other_signature(node, signature, f"reads[{index}]")
         if start == stop:
             raise KVStoreError(

@@ -167,12 +167,11 @@ class KVStore:
         context = self._books.contents.context(content, salt, reads, own_start)
         passing: list[Hold] = []
         digested: list[Hold] = []
-        for parent in parents:
-            hold = self._books.holds.hold(
-                parent.node, parent.start, parent.stop, passed=parent.mode != "artifact"
-            )
-            (digested if parent.mode == "digest" else passing).append(hold)
-        root = self._books.holds.root(passing)
+        holds = self._books.holds
+        for parent, mode, start, stop in parents:
+            hold = holds.hold(parent, start, stop, passed=mode != "artifact")
+            (digested if mode == "digest" else passing).append(hold)
+        root = holds.root(passing)
         node = NodeRecord(self._next_uid, own_start, parents, reads, fields, salt, context, root)
         self._next_uid += 1
         self._books.add_node(node)
@@ -296,19 +295,21 @@ class KVStore:
         reads = tuple(reads)
         runs: list[array[int]] = []
         missing: dict[NodeRecord, set[Tier]] = {}
-        for index, read in enumerate(reads):
-            check_readable(read.node, read.start, read.stop, None, "reads", index)
-            run = self._run(read)
+        nodes: list[NodeRecord] = []
+        for index, (node, start, stop, _) in enumerate(reads):
+            check_readable(node, start, stop, None, "reads", index)
+            run = self._run(node, start, stop)
             if run is None:
-                tiers = self._missing(read, f"reads[{index}]")
-                missing.setdefault(read.node, set()).update(tiers)
+                tiers = self._missing(reads[index], f"reads[{index}]")
+                missing.setdefault(node, set()).update(tiers)
             else:
                 runs.append(run)
+                nodes.append(node)
         if missing:
             raise not_resident(missing)
-        self._books.use(read.node for read in reads)
-        for read in reads:
-            read.node.leases += 1
+        self._books.use(nodes)
+        for node in nodes:
+            node.leases += 1
         if self._claims:
             self.unclaim(reads)
         lease = Lease(self._books.pool, self.page_size, reads, tuple(runs), self._books.end_lease)
@@ -323,7 +324,7 @@ class KVStore:
         there = True
         for index, read in enumerate(reads):
             check_readable(read.node, read.start, read.stop, None, "reads", index)
-            if self._run(read) is None and Tier.NOWHERE in self._missing(read, f"reads[{index}]"):
+            if self._run(read.node, read.start, read.stop) is None and Tier.NOWHERE in self._missing(read, f"reads[{index}]"):
                 there = False
         return there
 
@@ -577,14 +578,14 @@ class KVStore:
             self._describe(handle) for handle in self._books.handles if salt in (None, handle.node.salt)
         )
 
-    def _run(self, read: Read) -> array[int] | None:
-        """The pages of a read; None while one of them is missing."""
+    def _run(self, node: NodeRecord, start: int, stop: int) -> array[int] | None:
+        """The pages of tokens [start, stop) of a node; None while one of them is missing."""
         size = self.page_size
-        first, end = (read.start // size, -(-read.stop // size)) if read.start < read.stop else (0, 0)
-        run = read.node.run()
+        first, end = (start // size, -(-stop // size)) if start < stop else (0, 0)
+        run = node.run()
         if run is not None:
             return (run if first == 0 and end == len(run) else run[first:end]) if end <= len(run) else None
-        pages = read.node.pages[first:end]
+        pages = node.pages[first:end]
         return None if len(pages) < end - first or None in pages else array("i", pages)  # type: ignore[arg-type]
 
     def _missing(self, read: Read, field: str) -> set[Tier]:

@@ -193,6 +193,7 @@ class CudaExecutor(Executor):
         self._rotary: dict[int, tuple[RotaryTable, Tensor]] = {}
         self._staging: dict[torch.device, Staging] = {}
         self._maps: dict[tuple[object, ...], bytes] = {}
+        self._parameters: dict[tuple[object, ...], PlanParameters] = {}
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -209,18 +210,28 @@ class CudaExecutor(Executor):
             raise KernelError(
                 UNSUPPORTED, f"takes up to {NARROW} query heads per kv head, not {shape.group}", "num_heads"
             )
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        long = bool(len(table.q_indptr) > 1 and np.diff(table.q_indptr).max() * shape.group > NARROW)
+        ends = table.q_indptr[1:]
+        long = bool(len(ends) and (ends - table.q_indptr[:-1]).max() * shape.group > NARROW)
         shares = not self.batch_invariant and (long or _mostly_shared(table, shape.group))
         wide = _may_be_wide(shape) and shares
         keys = self._keys or (128 if wide else 64)
         heights = (WIDE,) if long or keys == 128 else (NARROW, WIDE)
+        asked = (shape, device, table.page_size, heights, keys)
+        if asked not in self._parameters:
+            self._parameters[asked] = self._plan_parameters(*asked)
+        return self._parameters[asked]
+
+    def _plan_parameters(
+        self, shape: AttentionShape, device: torch.device, page_size: int, heights: tuple[int, ...], keys: int
+    ) -> PlanParameters:
+        """Of tiles of these heights, and of so many keys."""
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
         return PlanParameters(
             group=shape.group,
             num_kv_heads=shape.num_kv_heads,
             rows_per_tile=heights,
             workers=tuple(sms * (WIDE // rows) for rows in heights),
-            boxes=keys // table.page_size,
+            boxes=keys // page_size,
             window=shape.window,
             min_chunk=max(1, 64 // keys),
             work_cost=256 // keys,
@@ -392,7 +403,7 @@ def _slots(c: PlanClass, q_positions: np.ndarray) -> np.ndarray:
     """int32 [tiles, slots, 2]: table row and its view position."""
     slots = np.empty((*c.tile_rows.shape, 2), np.int32)
     slots[..., 0] = c.tile_rows
-    slots[..., 1] = q_positions[np.maximum(c.tile_rows, 0)]
+    slots[..., 1] = q_positions.take(c.tile_rows, mode="clip")  # what pads has that of row 0
     return slots
 
 
@@ -400,8 +411,8 @@ def _works(c: PlanClass, arrays: PlanArrays) -> np.ndarray:
     """int32 [W, 8]: the works and the run of the first tile of each: RUN, DELTA, VEC."""
     works = np.empty((len(c.works), 8), np.int32)
     works[:, :5] = c.works
-    works[:, 5] = runs = arrays.entries[:, ENTRY_RUN][c.works[:, WORK_BEGIN] * arrays.boxes]
-    works[:, 6:] = arrays.runs[runs]
+    works[:, 5] = runs = arrays.entries[c.works[:, WORK_BEGIN] * arrays.boxes, ENTRY_RUN]
+    works[:, 6:] = arrays.runs.take(runs, axis=0)
     return works
 
 
