@@ -243,7 +243,7 @@ class ContextGraph:
         if isinstance(reference, Artifact):
             return Reading(reference, node, *node.span(reference.span, reference.at))
         if reference.at is None:
-            return Reading(reference, node, 0, node.length)
+            return tuple.__new__(Reading, (reference, node, 0, node.length))
         return Reading(reference, node, *node.span("all", reference.at))
 
     def _find(self, node: object) -> Node | None:
