@@ -90,7 +90,7 @@ def place(readings: Iterable[Reading]) -> VisibleContext:
 
 def place_passing(context: VisibleContext) -> RangeList:
     """What a node with this visible context passes on."""
-    if all([reading.reference.passes for reading in context.readings]):
+    if all(reading.reference.passes for reading in context.readings):
         return context.placed
     return place(reading for reading in context.readings if reading.reference.passes).placed
 

@@ -34,7 +34,6 @@ from .errors import DagError, as_dag_error, shown
 from .request import ContextRef, Request
 from .work import DELTA, EMPTY, HI, LO, PAGE, STORED, Extents
 
-
 MOST_REFERENCES = 4096
 """References to whole nodes that are kept, since they are equal for all readers."""
 

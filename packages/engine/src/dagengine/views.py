@@ -90,7 +90,8 @@ class Views:
         if known < count:
             if len(own.extents) < count:
                 grown = np.empty((max(16, 2 * count), 5), np.int32)
-                grown[:known] = own.extents[:known]
+                if known:
+                    grown[:known] = own.extents[:known]
                 own.extents = grown
             found = work.writer.extents(known * size, end)
             assert len(found) == count - known, f"own pages cover fewer than {end} tokens"

@@ -228,8 +228,8 @@ class KVStore:
         return self.find(handle_id, salt)
 
     def find(self, handle_id: str, salt: str = "", *, ttl_s: float | None = None) -> tuple[NodeRecord, int]:
-        """As `resolve`, but a handle whose time to live is over is found until `expire`: who looks several up calls that
-        once, before the first.
+        """As `resolve`, but a handle whose time to live is over is found until `expire`: who looks several up calls
+        that once, before the first.
 
         Args:
             ttl_s: the handle ends so many seconds from now; None: as it would.
@@ -324,7 +324,8 @@ class KVStore:
         there = True
         for index, read in enumerate(reads):
             check_readable(read.node, read.start, read.stop, None, "reads", index)
-            if self._run(read.node, read.start, read.stop) is None and Tier.NOWHERE in self._missing(read, f"reads[{index}]"):
+            run = self._run(read.node, read.start, read.stop)
+            if run is None and Tier.NOWHERE in self._missing(read, f"reads[{index}]"):
                 there = False
         return there
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from operator import sub
 from typing import ClassVar
 
 import numpy as np
@@ -210,8 +211,8 @@ class CudaExecutor(Executor):
             raise KernelError(
                 UNSUPPORTED, f"takes up to {NARROW} query heads per kv head, not {shape.group}", "num_heads"
             )
-        ends = table.q_indptr[1:]
-        long = bool(len(ends) and (ends - table.q_indptr[:-1]).max() * shape.group > NARROW)
+        ends = table.q_indptr.tolist()
+        long = max(map(sub, ends[1:], ends), default=0) * shape.group > NARROW
         shares = not self.batch_invariant and (long or _mostly_shared(table, shape.group))
         wide = _may_be_wide(shape) and shares
         keys = self._keys or (128 if wide else 64)
@@ -411,7 +412,7 @@ def _works(c: PlanClass, arrays: PlanArrays) -> np.ndarray:
     """int32 [W, 8]: the works and the run of the first tile of each: RUN, DELTA, VEC."""
     works = np.empty((len(c.works), 8), np.int32)
     works[:, :5] = c.works
-    works[:, 5] = runs = arrays.entries[c.works[:, WORK_BEGIN] * arrays.boxes, ENTRY_RUN]
+    works[:, 5] = runs = arrays.entries[:, ENTRY_RUN].take(c.works[:, WORK_BEGIN] * arrays.boxes)
     works[:, 6:] = arrays.runs.take(runs, axis=0)
     return works
 
@@ -420,7 +421,7 @@ def _lists(plan: FusedPlan, merge_rows: int, tails: int) -> dict[str, Listed]:
     """A plan's lists as a slot takes them, those of absent tile heights too: their places are then there already."""
     arrays = plan.arrays
     lists: dict[str, Listed] = {
-        "step": (np.zeros(1, np.int32), 1),
+        "step": (_ZERO, 1),
         "tails": (arrays.tails, 2 * tails),
         "merge_rows": (arrays.merge_rows, merge_rows),
         "merge_indptr": (arrays.merge_indptr, merge_rows + 1),
@@ -440,7 +441,7 @@ def _lists(plan: FusedPlan, merge_rows: int, tails: int) -> dict[str, Listed]:
     return lists
 
 
-_NONE = np.zeros(0, np.int32)
+_NONE, _ZERO = np.zeros(0, np.int32), np.zeros(1, np.int32)
 
 
 def _padded(plan: FusedPlan) -> tuple[int, int]:
