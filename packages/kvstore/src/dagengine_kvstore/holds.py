@@ -75,10 +75,12 @@ class HoldTable:
         return range(start // self._page_size, -(-stop // self._page_size))
 
     def _uncover(self, node: NodeRecord, start: int, stop: int) -> None:
-        node.cover[start, stop] -= 1
-        if node.cover[start, stop]:
+        span = start, stop
+        left = node.cover[span] - 1
+        if left:
+            node.cover[span] = left
             return
-        del node.cover[start, stop]
+        del node.cover[span]
         kept = self.covered_pages(node)
         # Last page first: the cache then reclaims tails before the prefixes that make them reachable.
         for index in reversed(self.page_range(start, stop)):
