@@ -367,7 +367,8 @@ def context_extents(reads: Sequence[Read], lease: Lease) -> Extents:
     if not reads:
         return EMPTY
     size = lease.page_size
-    views, counts = array("q"), array("q")  # of each read: that of a page that would be row 0, and its pages
+    # A page of read i in row r of all has its first token at view views[i] + r * size.
+    views, counts = array("q"), array("q")
     cuts: list[tuple[int, int, int]] = []
     end = 0
     for (node, start, stop, delta), run in zip(reads, lease.pages, strict=True):

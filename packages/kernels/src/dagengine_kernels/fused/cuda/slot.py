@@ -69,9 +69,9 @@ class PlanSlot:
         self._make_room(lists)
         if parts > self._scratch[0] or self._scratch[1:] != (group, head_dim):
             size = max(self._room(parts), 1)
-            self._scratch = (size, group, head_dim)
             self._o_part = torch.empty(size, group, head_dim, dtype=torch.float32, device=self.device)
             self._lse2_part = torch.empty(size, group, dtype=torch.float32, device=self.device)
+            self._scratch = (size, group, head_dim)
             self._renew()
         places = self._places
         placed = [(places[name][0], array, length) for name, (array, length) in lists.items() if length]
