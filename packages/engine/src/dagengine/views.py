@@ -66,8 +66,9 @@ class Views:
             listed.append(listed[-1] + static[-1] + len(own))
             last_rows.append(end - (len(own) - 1) * size)
         extents = np.concatenate(pieces)
+        ends = extents[:, HI]
         for behind, last in zip(listed[1:], last_rows, strict=True):
-            extents[behind - 1, HI] = last
+            ends[behind - 1] = last
         return SegmentTable(
             q_indptr=np.array(rows, np.int32),
             q_positions=positions,
