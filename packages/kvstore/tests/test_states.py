@@ -64,6 +64,28 @@ def test_a_state_ends_with_its_time_to_live_unless_pinned() -> None:
     assert_all_pages_back(store)
 
 
+def test_what_is_found_is_not_over_before_the_store_says_so_and_may_last_longer() -> None:
+    clock = Clock()
+    store = make_store(clock=clock)
+    node = write(store, [1, 2], salt="tenant a")
+    short, longer = store.name(node, ttl_s=10), store.name(node, ttl_s=10)
+    clock.now += 9
+    assert store.find(longer, "tenant a", ttl_s=5) == (node, 2)
+    clock.now += 1
+    assert store.find(short, "tenant a") == (node, 2)
+    with refused("state_not_found"):
+        store.find(short, "tenant b", ttl_s=5)
+    with refused("invalid_ttl", "ttl_s"):
+        store.find(short, "tenant a", ttl_s=0)
+    store.expire()
+    with refused("state_released"):
+        store.find(short, "tenant a")
+    assert store.find(longer, "tenant a") == (node, 2)
+    clock.now += 4
+    with refused("state_released"):
+        store.resolve(longer, "tenant a")
+
+
 def test_retaining_without_a_time_keeps_the_state() -> None:
     clock = Clock()
     store = make_store(clock=clock)

@@ -48,7 +48,7 @@ class VisibleContext:
     @cached_property
     def references(self) -> tuple[Reference, ...]:
         """As given."""
-        return tuple(reading.reference for reading in self.readings)
+        return tuple([reading.reference for reading in self.readings])
 
     @property
     def num_tokens(self) -> int:
@@ -81,7 +81,7 @@ def place(readings: Iterable[Reading]) -> VisibleContext:
     placed = tuple(readings)
     stages = []
     for reference, node, start, stop in placed:
-        if not isinstance(reference, Artifact):
+        if node.passed.prefix is not None and not isinstance(reference, Artifact):
             placement.place_list(node.passed)
         placement.place(node, start, stop)
         stages.append(placement.placed)

@@ -58,7 +58,7 @@ class Node:
     def __init__(self, id: NodeId, serial: int, visible: VisibleContext) -> None:
         self.id = id
         self.serial = serial
-        self.parents = tuple(reading.node for reading in visible.readings)
+        self.parents = tuple([reading.node for reading in visible.readings])
         self.visible = visible
         self.passed: RangeList = place_passing(visible)
         self.context: tuple[Reference, ...] = visible.references
@@ -107,6 +107,9 @@ class Node:
 
     def __repr__(self) -> str:
         return f"<Node {self.id!r}, {self.length} tokens{', sealed' if self.sealed else ''}>"
+
+
+_KINDS = (Inherit, Digest, Artifact)
 
 
 class ContextGraph:
@@ -204,12 +207,13 @@ class ContextGraph:
                 readings.append(self._read(reference))
             except GraphError as error:
                 raise error.under(f"context[{index}]") from None
-            if not isinstance(reference, Artifact):
-                whole = whole or reference.mode
-                if reference.mode != whole:
+            mode = reference.mode
+            if mode != whole and not isinstance(reference, Artifact):
+                whole = whole or mode
+                if mode != whole:
                     raise GraphError(
                         "edge_mix_forbidden",
-                        f"a node with {whole} references cannot {reference.mode}; artifact mixes with both",
+                        f"a node with {whole} references cannot {mode}; artifact mixes with both",
                         f"context[{index}].mode",
                     )
         return tuple(readings)
@@ -223,11 +227,14 @@ class ContextGraph:
         return context
 
     def _read(self, reference: Reference) -> Reading:
-        if not isinstance(reference, (Inherit, Digest, Artifact)):
+        if not isinstance(reference, _KINDS):
             raise GraphError(
                 "invalid_request", f"a reference is an Inherit, Digest or Artifact, not {reference!r}"
             )
-        node = self.node(reference.node)
+        try:
+            node = self._nodes[reference.node]
+        except (KeyError, TypeError):
+            node = self.node(reference.node)
         if not node.sealed:
             raise GraphError("state_not_sealed", f"{node.id!r} is still growing; seal it first", "node")
         start = reference.start
@@ -236,7 +243,8 @@ class ContextGraph:
         if isinstance(reference, Artifact):
             return Reading(reference, node, *node.span(reference.span, reference.at))
         if reference.at is None:
-            return Reading(reference, node, 0, node.length)
+            # Takes half the time of the class's own `__new__`.
+            return tuple.__new__(Reading, (reference, node, 0, node.length))
         return Reading(reference, node, *node.span("all", reference.at))
 
     def _find(self, node: object) -> Node | None:

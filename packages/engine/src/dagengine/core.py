@@ -141,7 +141,8 @@ class EngineCore(StateOperations):
         self.check(request)
         if request.after:
             raise DagError("cycle", f"{request.after[0]!r} is no earlier request", "after[0]")
-        refs = [self.preparer.resolve(ref, i, request.salt) for i, ref in enumerate(request.context)]
+        self.store.expire()
+        refs = [self.preparer.find(ref, i, request.salt) for i, ref in enumerate(request.context)]
         running = RunningRequest(request, time.perf_counter(), next(self._arrivals))
         self._begin(running, refs)
 
@@ -155,6 +156,7 @@ class EngineCore(StateOperations):
             DagError: a refusal that concerns the submission as a whole; nothing was accepted then.
         """
         self._check_queue(len(requests))
+        self.store.expire()
         earlier: dict[str, Request] = {}
         now = time.perf_counter()
         accepted: list[RunningRequest] = []
@@ -166,7 +168,7 @@ class EngineCore(StateOperations):
                 accepted.append(RunningRequest(request, now, next(self._arrivals)))
                 for index, ref in enumerate(request.context):
                     if ref.request is None:
-                        target = self.preparer.resolve(ref, index, request.salt)
+                        target = self.preparer.find(ref, index, request.salt)
                         accepted[-1].hold(self.store, index, target, target.at)
                     else:
                         check_parent(ref.request, earlier, f"context[{index}].request")

@@ -415,12 +415,14 @@ class CudaRunner(Runner):
 
 def _rows_of(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
     """Tokens of each chunk, int64 [B]; positions of all, int64 [T]; the rows whose logits are wanted."""
+    firsts, wanted, end = [], [], 0
+    for chunk in chunks:
+        firsts.append(chunk.work.own_start + chunk.work.computed - end)
+        end += chunk.count
+        if chunk.samples:
+            wanted.append(end - 1)
     counts = np.array([chunk.count for chunk in chunks], np.int64)
-    ends = np.cumsum(counts)
-    first = np.array([chunk.work.own_start + chunk.work.computed for chunk in chunks], np.int64)
-    positions = np.repeat(first - (ends - counts), counts) + np.arange(ends[-1])
-    wanted = [end - 1 for end, chunk in zip(ends.tolist(), chunks, strict=True) if chunk.samples]
-    return counts, positions, wanted
+    return counts, np.array(firsts, np.int64).repeat(counts) + np.arange(end), wanted
 
 
 def make_runner(

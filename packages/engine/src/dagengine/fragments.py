@@ -58,16 +58,16 @@ class FragmentStates:
         """
         found: dict[FragmentKey, str] = {}
         nodes: list[NodeRecord] = []
+        core.store.expire()
         for key in keys:
             state = self._kept.get(key)
             if state is None:
                 continue
             try:
-                node, _ = core.store.resolve(state, key.salt)
+                node, _ = core.store.find(state, key.salt, ttl_s=self.ttl_s)
                 if not core.preparer.is_there(Read(node, 0, node.length)):
                     _release(core, self._kept.pop(key))
                     continue
-                core.store.retain(state, self.ttl_s)
             except KVStoreError:  # it was released, or its time was over
                 del self._kept[key]
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Literal, NamedTuple
 
 from .errors import DagError, shown
@@ -222,18 +223,16 @@ def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
             raise DagError("invalid_request", rule, f"input[{position}]")
 
 
+_TEXT_OR_NONE, _KEEP_OR_NONE = (str, NoneType), (Keep, NoneType)
+
+
 def _check_types(request: Request) -> None:
     """Refuse values that no type allows, before anything is held for them."""
-    rules: tuple[tuple[str, object, type, str], ...] = (
+    rules: tuple[tuple[str, object, type | tuple[type, ...], str], ...] = (
         ("position", request.position, str, "the name of a position policy"),
         ("position_options", request.position_options, Mapping, "a mapping of the policy's options"),
-        (
-            "backend",
-            "" if request.backend is None else request.backend,
-            str,
-            "the name of an attention backend",
-        ),
-        ("keep", Keep() if request.keep is None else request.keep, Keep, "a Keep"),
+        ("backend", request.backend, _TEXT_OR_NONE, "the name of an attention backend"),
+        ("keep", request.keep, _KEEP_OR_NONE, "a Keep"),
         ("salt", request.salt, str, "a text"),
         ("after", request.after, tuple, "a tuple of request ids"),
     )

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from dagengine_kernels import DELTA, HI, LO, PAGE, STORED, SegmentTable
+from dagengine_kernels import HI, SegmentTable
 
-from .work import Extents, Work
+from .work import EMPTY, Extents, Work
 
 
 @dataclass(eq=False)
@@ -66,12 +66,13 @@ class Views:
             listed.append(listed[-1] + static[-1] + len(own))
             last_rows.append(end - (len(own) - 1) * size)
         extents = np.concatenate(pieces)
-        extent_indptr = np.array(listed, np.int32)
-        extents[extent_indptr[1:] - 1, HI] = last_rows
+        ends = extents[:, HI]
+        for behind, last in zip(listed[1:], last_rows, strict=True):
+            ends[behind - 1] = last
         return SegmentTable(
             q_indptr=np.array(rows, np.int32),
             q_positions=positions,
-            extent_indptr=extent_indptr,
+            extent_indptr=np.array(listed, np.int32),
             extents=extents,
             page_size=size,
             num_pages=self._num_pages,
@@ -85,18 +86,20 @@ class Views:
         count = -(-end // size)
         own = self._own.get(work)
         if own is None or own.context is not work.context or own.pages != pages[: len(own.pages)]:
-            own = self._own[work] = _Own(work.context, [], np.empty((0, 5), np.int32))
+            own = self._own[work] = _Own(work.context, [], EMPTY)
         known = len(own.pages)
         if known < count:
             if len(own.extents) < count:
                 grown = np.empty((max(16, 2 * count), 5), np.int32)
-                grown[:known] = own.extents[:known]
+                if known:
+                    grown[:known] = own.extents[:known]
                 own.extents = grown
-            new = own.extents[known:count]
-            found = np.array(work.writer.extents(known * size, end), np.int32).reshape(-1, 4)
+            found = work.writer.extents(known * size, end)
             assert len(found) == count - known, f"own pages cover fewer than {end} tokens"
-            new[:, PAGE], new[:, STORED] = found[:, 0], found[:, 3]
-            new[:, LO], new[:, HI] = 0, size
-            new[:, DELTA] = work.own_start + size * np.arange(known, count) - found[:, 3]
+            views = range(work.own_start + known * size, work.own_start + count * size, size)
+            own.extents[known:count] = [
+                (page, 0, size, stored, view - stored)
+                for (page, _, _, stored), view in zip(found, views, strict=True)
+            ]
             own.pages = pages[:count]
         return own.extents[:count]

@@ -204,7 +204,8 @@ class AttentionBackend(ABC):
             table.check_unplanned()
         else:
             table.validate()
-        device = torch.device(device)
+        if not isinstance(device, torch.device):
+            device = torch.device(device)
         self.capabilities.check(self.name, table, shape, device.type, dtype)
         if rotary is not None:
             check_head_dim(rotary, shape.head_dim)
@@ -240,9 +241,9 @@ def check_reach(table: SegmentTable, length: int) -> None:
     """Raises KernelError (position_overflow) if a visible token needs p or p - delta at or past `length`."""
     if not table.num_rows or not len(table.extents):
         return
-    last = last_positions(table)
-    if int(last.max()) - min(0, int(table.extents[:, DELTA].min())) < length:
+    if int(table.q_positions.max()) - min(0, int(table.extents[:, DELTA].min())) < length:
         return
+    last = last_positions(table)
     counts = np.diff(table.extent_indptr)
     row_last = np.repeat(last, counts)
     needed = np.maximum(row_last, row_last - table.extents[:, DELTA])

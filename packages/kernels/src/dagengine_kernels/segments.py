@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,11 +164,11 @@ class SegmentTable:
             raise KernelError(INVALID_TABLE, "must be distinct within a batch", "sequence_ids")
 
     def _check_static(self) -> None:
-        counts = np.diff(self.extent_indptr)
-        _refuse(
-            (self.static_extents < 0) | (self.static_extents > counts),
-            lambda i: (f"static_extents[{i}]", f"must be in [0, {counts[i]}], is {self.static_extents[i]}"),
-        )
+        listed = pairwise(self.extent_indptr.tolist())
+        for i, (static, (begin, end)) in enumerate(zip(self.static_extents.tolist(), listed, strict=True)):
+            if not 0 <= static <= end - begin:
+                message = f"must be in [0, {end - begin}], is {static}"
+                raise KernelError(INVALID_TABLE, message, f"static_extents[{i}]")
 
     def _check_arrays(self) -> None:
         arrays = (

@@ -192,13 +192,14 @@ class Books:
         self.anonymous.setdefault(node, {}).setdefault(at, []).append(hold)
 
     def unhold(self, node: NodeRecord, at: int) -> None:
-        holds = self.anonymous.get(node, {}).get(at)
-        if not holds:
+        by_length = self.anonymous.get(node)
+        holds = by_length and by_length.get(at)
+        if not by_length or not holds:
             raise KVStoreError("not_held", f"node {node.uid} has no anonymous hold at {at}", field="node")
         hold = holds.pop()
         if not holds:
-            del self.anonymous[node][at]
-            if not self.anonymous[node]:
+            del by_length[at]
+            if not by_length:
                 del self.anonymous[node]
         self.holds.release(hold)
 

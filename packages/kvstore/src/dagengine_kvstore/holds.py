@@ -39,7 +39,8 @@ class HoldTable:
     def hold(self, node: NodeRecord, start: int, stop: int, *, passed: bool) -> Hold:
         """A hold on [start, stop) of a node and, with `passed`, on everything that the node passes on."""
         if start < stop:
-            node.cover[start, stop] = node.cover.get((start, stop), 0) + 1
+            span = start, stop
+            node.cover[span] = node.cover.get(span, 0) + 1
         if passed:
             assert node.root.refs > 0
             node.root.refs += 1
@@ -74,10 +75,12 @@ class HoldTable:
         return range(start // self._page_size, -(-stop // self._page_size))
 
     def _uncover(self, node: NodeRecord, start: int, stop: int) -> None:
-        node.cover[start, stop] -= 1
-        if node.cover[start, stop]:
+        span = start, stop
+        left = node.cover[span] - 1
+        if left:
+            node.cover[span] = left
             return
-        del node.cover[start, stop]
+        del node.cover[span]
         kept = self.covered_pages(node)
         # Last page first: the cache then reclaims tails before the prefixes that make them reachable.
         for index in reversed(self.page_range(start, stop)):

@@ -167,12 +167,11 @@ class KVStore:
         context = self._books.contents.context(content, salt, reads, own_start)
         passing: list[Hold] = []
         digested: list[Hold] = []
-        for parent in parents:
-            hold = self._books.holds.hold(
-                parent.node, parent.start, parent.stop, passed=parent.mode != "artifact"
-            )
-            (digested if parent.mode == "digest" else passing).append(hold)
-        root = self._books.holds.root(passing)
+        holds = self._books.holds
+        for parent, mode, start, stop in parents:
+            hold = holds.hold(parent, start, stop, passed=mode != "artifact")
+            (digested if mode == "digest" else passing).append(hold)
+        root = holds.root(passing)
         node = NodeRecord(self._next_uid, own_start, parents, reads, fields, salt, context, root)
         self._next_uid += 1
         self._books.add_node(node)
@@ -225,7 +224,21 @@ class KVStore:
 
         Raises KVStoreError `state_not_found` (also for another tenant's), `state_released`.
         """
-        handle = self._handle(handle_id, salt)
+        self.expire()
+        return self.find(handle_id, salt)
+
+    def find(self, handle_id: str, salt: str = "", *, ttl_s: float | None = None) -> tuple[NodeRecord, int]:
+        """As `resolve`, but a handle whose time to live is over is found until `expire`: who looks several up calls
+        that once, before the first.
+
+        Args:
+            ttl_s: the handle ends so many seconds from now; None: as it would.
+
+        Raises as `resolve`, and KVStoreError `invalid_ttl`.
+        """
+        handle = self._books.handles.get(handle_id, salt)
+        if ttl_s is not None:
+            self._books.handles.set_ttl(handle, ttl_s)
         return handle.node, handle.at
 
     def release(self, handle_id: str, *, salt: str | None = None) -> None:
@@ -282,17 +295,19 @@ class KVStore:
         reads = tuple(reads)
         runs: list[array[int]] = []
         missing: dict[NodeRecord, set[Tier]] = {}
-        for index, read in enumerate(reads):
-            check_readable(read.node, read.start, read.stop, None, "reads", index)
-            run = self._run(read)
+        nodes: list[NodeRecord] = []
+        for index, (node, start, stop, _) in enumerate(reads):
+            check_readable(node, start, stop, None, "reads", index)
+            run = self._run(node, start, stop)
             if run is None:
-                tiers = self._missing(read, f"reads[{index}]")
-                missing.setdefault(read.node, set()).update(tiers)
+                tiers = self._missing(reads[index], f"reads[{index}]")
+                missing.setdefault(node, set()).update(tiers)
             else:
                 runs.append(run)
+                nodes.append(node)
         if missing:
             raise not_resident(missing)
-        self._books.use(read.node for read in reads)
+        self._books.use(nodes)
         if self._claims:
             self.unclaim(reads)
         return self._books.lease(reads, tuple(runs))
@@ -305,7 +320,8 @@ class KVStore:
         there = True
         for index, read in enumerate(reads):
             check_readable(read.node, read.start, read.stop, None, "reads", index)
-            if self._run(read) is None and Tier.NOWHERE in self._missing(read, f"reads[{index}]"):
+            run = self._run(read.node, read.start, read.stop)
+            if run is None and Tier.NOWHERE in self._missing(read, f"reads[{index}]"):
                 there = False
         return there
 
@@ -559,14 +575,14 @@ class KVStore:
             self._describe(handle) for handle in self._books.handles if salt in (None, handle.node.salt)
         )
 
-    def _run(self, read: Read) -> array[int] | None:
-        """The pages of a read; None while one of them is missing."""
+    def _run(self, node: NodeRecord, start: int, stop: int) -> array[int] | None:
+        """The pages of tokens [start, stop) of a node; None while one of them is missing."""
         size = self.page_size
-        first, end = (read.start // size, -(-read.stop // size)) if read.start < read.stop else (0, 0)
-        run = read.node.run()
+        first, end = (start // size, -(-stop // size)) if start < stop else (0, 0)
+        run = node.run()
         if run is not None:
             return (run if first == 0 and end == len(run) else run[first:end]) if end <= len(run) else None
-        pages = read.node.pages[first:end]
+        pages = node.pages[first:end]
         return None if len(pages) < end - first or None in pages else array("i", pages)  # type: ignore[arg-type]
 
     def _missing(self, read: Read, field: str) -> set[Tier]:

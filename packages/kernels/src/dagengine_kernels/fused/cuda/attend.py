@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from operator import sub
 from typing import ClassVar
 
 import numpy as np
@@ -193,6 +194,7 @@ class CudaExecutor(Executor):
         self._rotary: dict[int, tuple[RotaryTable, Tensor]] = {}
         self._staging: dict[torch.device, Staging] = {}
         self._maps: dict[tuple[object, ...], bytes] = {}
+        self._parameters: dict[tuple[object, ...], PlanParameters] = {}
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -209,18 +211,28 @@ class CudaExecutor(Executor):
             raise KernelError(
                 UNSUPPORTED, f"takes up to {NARROW} query heads per kv head, not {shape.group}", "num_heads"
             )
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        long = bool(len(table.q_indptr) > 1 and np.diff(table.q_indptr).max() * shape.group > NARROW)
+        ends = table.q_indptr.tolist()
+        long = max(map(sub, ends[1:], ends), default=0) * shape.group > NARROW
         shares = not self.batch_invariant and (long or _mostly_shared(table, shape.group))
         wide = _may_be_wide(shape) and shares
         keys = self._keys or (128 if wide else 64)
         heights = (WIDE,) if long or keys == 128 else (NARROW, WIDE)
+        asked = (shape, device, table.page_size, heights, keys)
+        if asked not in self._parameters:
+            self._parameters[asked] = self._plan_parameters(*asked)
+        return self._parameters[asked]
+
+    def _plan_parameters(
+        self, shape: AttentionShape, device: torch.device, page_size: int, heights: tuple[int, ...], keys: int
+    ) -> PlanParameters:
+        """Of tiles of these heights, and of so many keys."""
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
         return PlanParameters(
             group=shape.group,
             num_kv_heads=shape.num_kv_heads,
             rows_per_tile=heights,
             workers=tuple(sms * (WIDE // rows) for rows in heights),
-            boxes=keys // table.page_size,
+            boxes=keys // page_size,
             window=shape.window,
             min_chunk=max(1, 64 // keys),
             work_cost=256 // keys,
@@ -392,7 +404,7 @@ def _slots(c: PlanClass, q_positions: np.ndarray) -> np.ndarray:
     """int32 [tiles, slots, 2]: table row and its view position."""
     slots = np.empty((*c.tile_rows.shape, 2), np.int32)
     slots[..., 0] = c.tile_rows
-    slots[..., 1] = q_positions[np.maximum(c.tile_rows, 0)]
+    slots[..., 1] = q_positions.take(c.tile_rows, mode="clip")  # what pads has that of row 0
     return slots
 
 
@@ -400,8 +412,8 @@ def _works(c: PlanClass, arrays: PlanArrays) -> np.ndarray:
     """int32 [W, 8]: the works and the run of the first tile of each: RUN, DELTA, VEC."""
     works = np.empty((len(c.works), 8), np.int32)
     works[:, :5] = c.works
-    works[:, 5] = runs = arrays.entries[:, ENTRY_RUN][c.works[:, WORK_BEGIN] * arrays.boxes]
-    works[:, 6:] = arrays.runs[runs]
+    works[:, 5] = runs = arrays.entries[:, ENTRY_RUN].take(c.works[:, WORK_BEGIN] * arrays.boxes)
+    works[:, 6:] = arrays.runs.take(runs, axis=0)
     return works
 
 
@@ -409,7 +421,7 @@ def _lists(plan: FusedPlan, merge_rows: int, tails: int) -> dict[str, Listed]:
     """A plan's lists as a slot takes them, those of absent tile heights too: their places are then there already."""
     arrays = plan.arrays
     lists: dict[str, Listed] = {
-        "step": (np.zeros(1, np.int32), 1),
+        "step": (_ZERO, 1),
         "tails": (arrays.tails, 2 * tails),
         "merge_rows": (arrays.merge_rows, merge_rows),
         "merge_indptr": (arrays.merge_indptr, merge_rows + 1),
@@ -429,7 +441,7 @@ def _lists(plan: FusedPlan, merge_rows: int, tails: int) -> dict[str, Listed]:
     return lists
 
 
-_NONE = np.zeros(0, np.int32)
+_NONE, _ZERO = np.zeros(0, np.int32), np.zeros(1, np.int32)
 
 
 def _padded(plan: FusedPlan) -> tuple[int, int]:

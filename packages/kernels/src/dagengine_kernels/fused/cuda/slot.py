@@ -57,6 +57,7 @@ class PlanSlot:
         self._ints = torch.empty(0, dtype=torch.int32, device=device)
         self._o_part = torch.empty(0, 1, 1, dtype=torch.float32, device=device)
         self._lse2_part = torch.empty(0, 1, dtype=torch.float32, device=device)
+        self._scratch = (0, 1, 1)  # the shape of `_o_part`
 
     def load(self, lists: Mapping[str, Listed], parts: int, group: int, head_dim: int) -> None:
         """Queue the upload of a plan's lists on the current stream; the host does not wait.
@@ -66,20 +67,21 @@ class PlanSlot:
             parts, group, head_dim: P, G and D of the scratch.
         """
         self._make_room(lists)
-        if parts > len(self._o_part) or self._o_part.shape[1:] != (group, head_dim):
+        if parts > self._scratch[0] or self._scratch[1:] != (group, head_dim):
             size = max(self._room(parts), 1)
             self._o_part = torch.empty(size, group, head_dim, dtype=torch.float32, device=self.device)
             self._lse2_part = torch.empty(size, group, dtype=torch.float32, device=self.device)
+            self._scratch = (size, group, head_dim)
             self._renew()
-        placed = [(self._places[name][0], *listed) for name, listed in lists.items()]
-        end = max([at + length for at, _, length in placed])
+        places = self._places
+        placed = [(places[name][0], array, length) for name, (array, length) in lists.items() if length]
+        end = max([at + length for at, _, length in placed], default=0)
         host = self._staging.take(end)
         for at, array, length in placed:
-            if length:
-                behind = at + array.size
-                host[at:behind] = array.reshape(-1)
-                if array.size < length:
-                    host[behind : at + length] = PADDING
+            behind = at + array.size
+            host[at:behind] = array.reshape(-1)
+            if behind < at + length:
+                host[behind : at + length] = PADDING
         self._staging.send(self._ints[:end])
         self.loads += 1
 
