@@ -380,17 +380,18 @@ def context_extents(reads: Sequence[Read], lease: Lease) -> Extents:
     size = lease.page_size
     # A page of read i in row r of all has its first token at view views[i] + r * size.
     views, counts = array("q"), array("q")
-    cuts: list[tuple[int, int, int]] = []
+    lows: list[tuple[int, int]] = []
+    highs: list[tuple[int, int]] = []
     end = 0
     for (node, start, stop, delta), run in zip(reads, lease.pages, strict=True):
         low, high = start % size, stop % size
         views.append(node.own_start + delta + start - low - end * size)
         counts.append(len(run))
         if run and low:
-            cuts.append((end, LO, low))
+            lows.append((end, low))
         end += len(run)
         if run and high:
-            cuts.append((end - 1, HI, high))
+            highs.append((end - 1, high))
     pages = np.frombuffer(b"".join(lease.pages), np.int32)
     stored = np.frombuffer(lease.base_of, np.int64).take(pages)
     rows = np.empty((end, 5), np.int32)
@@ -399,8 +400,10 @@ def context_extents(reads: Sequence[Read], lease: Lease) -> Extents:
     deltas += np.arange(0, end * size, size)
     deltas -= stored
     rows[:, DELTA] = deltas
-    for row, column, cut in cuts:
-        rows[row, column] = cut
-        if column == LO:
-            rows[row, STORED] += cut
+    firsts, lasts, starts = rows[:, LO], rows[:, HI], rows[:, STORED]
+    for row, low in lows:
+        firsts[row] = low
+        starts[row] += low
+    for row, high in highs:
+        lasts[row] = high
     return rows

@@ -80,16 +80,15 @@ class Context(_Content):
     ) -> None:
         self.signature = signature
         self.salt = salt
+        self.reads = tuple(
+            [(node, a, b, node.own_start + a + delta - own_start) for node, a, b, delta in reads]
+        )
         fields = [("salt", salt.encode())]
         for name, value in signature:
             fields += [("signature", name.encode()), ("value", value.encode())]
         parts = [part for tag, value in fields for part in (_head(tag, len(value)), value)]
-        seen = []
-        for node, start, stop, delta in reads:
-            relative = node.own_start + start + delta - own_start
-            seen.append((node, start, stop, relative))
+        for node, start, stop, relative in self.reads:
             parts += (_SOURCE, node.content_key(stop), _READ, _PACK_READ(start, stop, relative))
-        self.reads = tuple(seen)
         super().__init__(_hashed(parts))
 
     __hash__ = _Content.__hash__
