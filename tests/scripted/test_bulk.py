@@ -186,7 +186,7 @@ def test_whatever_a_retriever_raises_is_its_querys_own(llm: LLM) -> None:
     assert "ZeroDivisionError: a bug of the plug-in" in found.errors[1].message
     with pytest.raises(DagError) as error:
         llm.query(queries[1], retriever=Broken(), **OPTIONS)
-    assert (error.value.code, error.value.field) == ("internal", "retrieve")
+    assert (error.value.code, error.value.field) == ("internal", "g.input.cross[0].retrieve")
     with pytest.raises(KeyboardInterrupt):
         llm.query_bulk(queries, retriever=interrupt, **OPTIONS)
 

@@ -10,7 +10,7 @@ from dagengine import LLM, DagError
 from dagengine.fts import SqliteFts
 from dagengine.retriever_conformance import RetrieverConformance
 from dagengine.retrievers import Corpora, Retriever, open_corpora, retriever_class
-from dagengine_core_graph.query import cross, g, retrieve
+from dagengine_core_graph.query import cross, g, plus, retrieve
 
 
 class TestSqliteFts(RetrieverConformance):
@@ -101,9 +101,15 @@ def test_a_query_retrieves_and_its_fragments_are_found_again(llm: LLM, tmp_path:
 )
 def test_a_retrieval_that_cannot_be_made_is_refused(llm: LLM, query: object, code: str, field: str) -> None:
     corpora = Corpora({"farm": SqliteFts.of_text("a", "farm")}, SqliteFts)
-    with pytest.raises(DagError) as error:
-        llm.query(g(cross(query, "a")), retriever=corpora)  # type: ignore[arg-type]
-    assert (error.value.code, error.value.field) == (code, field)
+    asked = {
+        "": query,
+        "g.input.cross[0].": g(cross(query, "a")),
+        "g.input.cross[1].plus[1].": g(cross("a", plus("b", query))),
+    }
+    for path, whole in asked.items():
+        with pytest.raises(DagError) as error:
+            llm.query(whole, retriever=corpora)  # type: ignore[arg-type]
+        assert (error.value.code, error.value.field) == (code, path + field)
 
 
 def test_a_plug_in_is_found_by_its_name() -> None:

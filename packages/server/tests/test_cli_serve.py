@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -90,9 +91,21 @@ def test_a_wrong_option_ends_it_with_one_line(
     arguments: list[str], says: str, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [argument.replace("{model}", str(model_folder)) for argument in arguments]
-    assert main(["serve", *given, "--log-level", "error"]) == 1
+    assert main(["serve", *given, "--port", "0", "--log-level", "error"]) == 1
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error
+
+
+def test_an_address_that_cannot_be_had_is_told_before_anything_is_loaded(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dagengine.build.build_core", lambda *_, **__: pytest.fail("it was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(model_folder), "--port", port, "--log-level", "error"]) == 1
+    assert f"port: cannot listen on 127.0.0.1, port {port}" in capsys.readouterr().err
+    assert main(["serve", str(model_folder), "--host", "192.0.2.1", "--log-level", "error"]) == 1
+    assert "host: cannot listen on 192.0.2.1" in capsys.readouterr().err
 
 
 def test_threads_take_short_turns_while_it_serves() -> None:

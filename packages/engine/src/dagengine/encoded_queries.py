@@ -6,11 +6,23 @@ query ─ plan, lower ─► nodes ─ look up ─► QueryDraft ─ tokenize wh
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dagengine_core_graph import Artifact, GraphError
-from dagengine_core_graph.query import FindFragments, LoweredQuery, Plan, Query, QueryNode, lower, plan
+from dagengine_core_graph.query import (
+    FindFragments,
+    Fragment,
+    LoweredQuery,
+    Plan,
+    Query,
+    QueryNode,
+    Retrieve,
+    join_path,
+    lower,
+    plan,
+    walk,
+)
 
 from .errors import DagError, as_dag_error
 from .held import HeldInput, HeldParams
@@ -18,6 +30,8 @@ from .prompt_cache import Lookup, PromptCache
 from .retrievers import guarded
 from .state import State
 from .tokenizer import Chat, ChatPrompt
+
+Finds = Callable[[Retrieve], list[str | Fragment]]
 
 
 @dataclass(frozen=True)
@@ -158,12 +172,25 @@ def draft_query(
     begin = time.perf_counter()
     try:
         limits = {} if max_nodes is None else {"max_nodes": max_nodes}
-        finds = retriever and guarded(retriever)
+        finds = retriever and _placed(guarded(retriever), query)
         planned = plan(query, retriever=finds, reduce=reduce, **limits)
         lowered = lower(planned)
     except GraphError as error:
         raise as_dag_error(error) from None
     return _draft(planned, lowered, prompts, salt, (time.perf_counter() - begin) * 1e3)
+
+
+def _placed(find: Finds, query: Query) -> Finds:
+    """The same, whose refusals name the retrieval by its path in the query."""
+
+    def found(asked: Retrieve) -> list[str | Fragment]:
+        try:
+            return find(asked)
+        except DagError as error:
+            path = next((path for path, one in walk(query) if one == asked), "")
+            raise DagError(error.code, error.message, join_path(path, error.field or "retrieve")) from error
+
+    return found
 
 
 def encode_lowered(

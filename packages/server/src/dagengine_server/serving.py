@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import sys
 import threading
 import time
@@ -30,6 +31,17 @@ POLL_S = 0.05
 LAST_ANSWERS_S = 5.0
 FLUSH_S = 0.2
 SWITCH_S = 0.0005
+
+
+def check_address(host: str, port: int) -> None:
+    """Whether a server could listen there now. Raises OSError, as a server would after its model was loaded."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    ):
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+            tried.listen(1)
 
 
 def serve(

@@ -47,6 +47,7 @@ from .expressions import (
     Seq,
     Zip,
     join_path,
+    walk,
 )
 from .lower import lower
 from .lowered import MAX_TOKENS, Commuting, LoweredQuery, QueryNode
@@ -98,6 +99,7 @@ __all__ = [
     "fragment",
     "g",
     "join_path",
+    "walk",
     "load_query",
     "load_spnl",
     "lower",

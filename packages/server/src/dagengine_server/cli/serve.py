@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import logging.config
 from contextlib import closing
+from errno import EADDRINUSE
 from pathlib import Path
 from typing import Annotated
 
@@ -107,9 +108,17 @@ def serve(
 
     from ..app import create_app
     from ..garbage import seldom_collected
+    from ..serving import check_address
     from ..serving import serve as run
     from ..settings import ServerSettings
 
+    try:
+        check_address(host, port)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CommandError(
+            f"cannot listen on {host}, port {port}: {reason}", "port" if error.errno == EADDRINUSE else "host"
+        ) from None
     at_once = max_num_seqs or max(DEFAULT_MAX_NUM_SEQS.values())
     settings = ServerSettings(
         served_model_name=Path(folder).name if served_model_name is None else served_model_name,
