@@ -246,6 +246,24 @@ def test_a_judge_that_is_refused_is_told_so_behind_its_fragments() -> None:
 
 
 @EVERY_MODE
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_has_nothing_to_compute_ends_behind_what_it_reads(fails: bool) -> None:
+    """Its own tokens were computed before, under the same context; what it reads is computed now, or fails."""
+    nothing = (ContextRef(request="a", mode="artifact", span=(0, 0)),)
+    run = world()
+    run.submit(document("old", 4, 300))
+    run.run()
+    run.submit(document("a", 6), document("reader", 4, 300, context=nothing))
+    run.core._backend("scripted").fail_at = 1 if fails else None
+    run.run()
+    assert list(run.ends) == ["old", "a", "reader"]
+    assert [end.error and end.error.code for end in run.ends.values()] == (
+        [None, "internal", "parent_failed"] if fails else [None, None, None]
+    )
+    finish(run)
+
+
+@EVERY_MODE
 def test_what_is_settled_in_between_is_closed_before_anybody_takes_its_pages(steps: Steps) -> None:
     """A state is repositioned, which collects the steps in flight, while fragments and judge are among them."""
     run = world(pages=10)

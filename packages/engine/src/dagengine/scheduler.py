@@ -155,6 +155,9 @@ class Scheduler:
             return 0
         sequence.prepare_began = time.perf_counter()
         self._match(sequence)
+        if not sequence.remaining:  # it would end before what it reads
+            self.queues.restart(sequence)
+            return 0
         if self.queues.recalling.start(sequence):
             return 0
         try:
