@@ -90,6 +90,28 @@ def test_a_chain_runs_in_one_step_as_far_as_it_samples_nothing(steps: Steps) -> 
     finish(run)
 
 
+def test_who_reads_what_joins_and_what_that_reads_joins_too(steps: Steps) -> None:
+    run = world()
+    middle = document("middle", 3, 200, context=reads("a"))
+    run.submit(document("a", 6), document("b", 4, 300), middle, question("judge", *reads("a", "middle", "b")))
+    run.run()
+    assert list(steps[0]) == ["a", "b", "middle", "judge"]
+    assert list(run.ends)[-1] == "judge"
+    finish(run)
+
+
+def test_those_before_others_join_first(steps: Steps) -> None:
+    """Two readers, the later one of the higher priority, and tokens for one."""
+    run = world(batch=9)
+    low, high = (
+        Request(name, (7, 8, 9), ONE, reads("a"), priority=p) for name, p in (("low", 1), ("high", 0))
+    )
+    run.submit(document("a", 6), low, high)
+    run.run()
+    assert steps[0] == {"a": (6, False), "high": (3, True)}
+    finish(run)
+
+
 def test_one_token_over_one_token_runs_in_one_step(steps: Steps) -> None:
     run = world()
     run.submit(document("a", 1), Request("judge", (7,), ONE, reads("a")))

@@ -117,22 +117,20 @@ class RequestTable:
         Returns: their answers, which wait to run.
         """
         ended = {id(sequence) for sequence in completing}
-        parents = {s.request.id: self._by_id[s.request.id] for s in completing}
         ready: dict[str, RunningRequest] = {}
-        for parent in parents.values():
-            for child, _ in self._children(parent):
+        for sequence in completing:
+            for child, _ in self._children(self._by_id[sequence.request.id]):
                 if (
                     not child.sequences
                     and child.parents.isdisjoint(child.request.after)  # to find what they leave
                     and all(self._is_readable(one, ended) for one in child.parents)
                 ):
                     ready[child.request.id] = child
-        for child in ready.values():
-            for parent in [self._by_id[one] for one in child.parents]:
-                for sequence in parent.sequences:
-                    if not sequence.sealed_early and sequence.index not in parent.answers:
-                        node = self._seal(sequence, early=True)
-                        self._hand_to_children(parent, node)
+        read = {name for child in ready.values() for name in child.parents}
+        for sequence in completing:
+            if sequence.request.id in read and not sequence.sealed_early:
+                node = self._seal(sequence, early=True)
+                self._hand_to_children(self._by_id[sequence.request.id], node)
         for child in ready.values():
             with suppress(Exception):  # it is refused again, and told so, once those that it reads have ended
                 self._begin(child)

@@ -121,8 +121,9 @@ class Scheduler:
     def _join(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
         """What runs in the same step as these chunks, since it waits only for what they, or others of it, complete."""
         joined: list[Chunk] = []
-        while budget:
-            completing = [
+        completing: list[Sequence] = []
+        while budget and chunks:
+            completing += [
                 chunk.work
                 for chunk in chunks
                 if isinstance(chunk.work, Sequence)
@@ -130,7 +131,8 @@ class Scheduler:
                 and chunk.work.completes_with(chunk.count)
             ]
             chunks = []
-            for reader in self._readers_of(completing) if completing else ():
+            readers = self._readers_of(completing) if completing else []
+            for reader in sorted(readers, key=lambda reader: reader.order):
                 # Chunks of different backends run one after the other, in no order that matters to readers.
                 alike = all(work.backend == reader.backend for work in completing)
                 if budget and alike and (size := self._start_beside(reader, budget)):
@@ -138,8 +140,6 @@ class Scheduler:
                     budget -= size
             self.queues.chunks = {}
             joined += chunks
-            if not chunks:
-                break
         return joined
 
     def _start_beside(self, sequence: Sequence, budget: int) -> int:
