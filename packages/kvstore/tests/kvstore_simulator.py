@@ -75,7 +75,7 @@ class Step:
     reads: list[tuple[int, object, int]]  # (slot, what it held, generation of its page)
 
 
-def reads_of(request: Request, node: ShadowNode) -> bool:
+def reads_node(request: Request, node: ShadowNode) -> bool:
     return any(read.node is node.record for read in request.node.record.reads)
 
 
@@ -352,7 +352,7 @@ class Simulator:
         failed = [request]
         for one in failed:
             if one.early:
-                failed += [r for r in self.requests if r not in failed and reads_of(r, one.node)]
+                failed += [r for r in self.requests if r not in failed and reads_node(r, one.node)]
         self.rng.shuffle(failed)
         for one in failed:
             node = one.node

@@ -87,4 +87,5 @@ def test_a_body_came_when_the_last_of_it_did(server: Server, monkeypatch: pytest
     client.read_until(b'"timing_ms"')
     client.socket.close()
     ((came, read),) = told
+    assert came == began[0].state.body_came, "as the connection noted it"
     assert half < came < read

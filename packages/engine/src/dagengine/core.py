@@ -113,7 +113,7 @@ class EngineCore(StateOperations):
             recalls=host_tier and host_tier.recalls,
             fail=lambda sequence, error: self._requests.fail(sequence, error),
             forget=self._forget,
-            readers_of=lambda completing: self._requests.seal_early(completing),
+            begin_readers=lambda completing: self._requests.begin_readers(completing),
         )
         self._requests = RequestTable(
             store, self.preparer, self._scheduler, self._stats, self.facts, begin=self._begin_waiting

@@ -1,4 +1,5 @@
-"""The requests that have not ended, and what is to be told of them. Knows no steps, batches or backends.
+"""The requests that have not ended, and what is to be told of them. Knows no batches and no backends; of steps
+no more than which answers the next one completes.
 
     add ───────────────────────► every answer closed ─┐
     add_group ─► waits ─► begin ─┘                    ├─► finish ─► one FinishedEvent
@@ -110,7 +111,7 @@ class RequestTable:
         if refusal is not None or len(running.answers) == len(running.sequences):
             self.finish(running, refusal)
 
-    def seal_early(self, completing: SequenceOf[Sequence]) -> list[Sequence]:
+    def begin_readers(self, completing: SequenceOf[Sequence]) -> list[Sequence]:
         """Begin the requests that wait for nothing but to read what the step to be launched completes, which is sealed
         for them though that step has not begun.
 

@@ -91,7 +91,7 @@ class Runner:
             (group, _shape(geometry, group), _rotary(group, 2 * max_positions, device))
             for group in geometry.groups
         )
-        self._takes_rows = isinstance(model, RowsModel)
+        self._rows_model = model if isinstance(model, RowsModel) else None
         self._head_norms: dict[int, tuple[HeadNorm, HeadNorm]] = {}
         self._group_of = {layer: i for i, (group, _, _) in enumerate(self._groups) for layer in group.layers}
 
@@ -233,8 +233,8 @@ class Runner:
 
         if rows is None:
             return self.model.forward(input_ids, attend)
-        if self._takes_rows:
-            return self.model.forward_rows(input_ids, attend, rows)  # type: ignore[attr-defined]
+        if self._rows_model is not None:
+            return self._rows_model.forward_rows(input_ids, attend, rows)
         return self.model.forward(input_ids, attend).index_select(0, rows)
 
     def _append(

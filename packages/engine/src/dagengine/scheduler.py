@@ -52,7 +52,7 @@ class Scheduler:
     Args:
         fail: called with a sequence that can never run and the reason.
         forget: called with work that lost its pages or its lease, so that others drop what they cached of it.
-        readers_of: called with sequences that the step being chosen completes; seals those whose readers wait for
+        begin_readers: called with sequences that the step being chosen completes; seals those whose readers wait for
             nothing else, and returns these readers, which are waiting then.
         two_tiers: whether the store has a host tier.
         recalls: brings pages of inputs that outlived an engine; they are looked for once, before an input is computed.
@@ -69,10 +69,10 @@ class Scheduler:
         recalls: Recalls | None,
         fail: Callable[[Sequence, DagError], None],
         forget: Callable[[Work], None],
-        readers_of: Callable[[list[Sequence]], list[Sequence]],
+        begin_readers: Callable[[list[Sequence]], list[Sequence]],
     ) -> None:
         self._store, self._config, self._fail = store, config, fail
-        self._readers_of = readers_of
+        self._begin_readers = begin_readers
         self.queues = Queues(store, Recalling(recalls), forget)
         self._loading = Loading(store, stats)
         self.bringing = Bringing(store, self.queues, self._loading, work_ids, fail)
@@ -131,18 +131,18 @@ class Scheduler:
                 and chunk.work.completes_with(chunk.count)
             ]
             chunks = []
-            readers = self._readers_of(completing) if completing else []
+            readers = self._begin_readers(completing) if completing else []
             for reader in sorted(readers, key=lambda reader: reader.order):
                 # Chunks of different backends run one after the other, in no order that matters to readers.
                 alike = all(work.backend == reader.backend for work in completing)
-                if budget and alike and (size := self._start_beside(reader, budget)):
+                if budget and alike and (size := self._admit_reader(reader, budget)):
                     chunks.append(_chunk(reader, size)._replace(joins=True))
                     budget -= size
             self.queues.chunks = {}
             joined += chunks
         return joined
 
-    def _start_beside(self, sequence: Sequence, budget: int) -> int:
+    def _admit_reader(self, sequence: Sequence, budget: int) -> int:
         """Run the first waiting sequence, if all that it reads is there and into unused pages. Returns its tokens in
         this step.
         """

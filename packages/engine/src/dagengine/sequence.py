@@ -241,8 +241,7 @@ class Sequence(Work):
         Args:
             state: the id under which it was kept, if it was.
             implementation: what ran as its attention backend.
-            submitted, began: when the request came, and when all that it waited for had ended; on the clock of
-                `time.perf_counter`.
+            submitted, began: as of `RunningRequest`.
             facts: of the engine, for the record.
         """
         assert self.finish_reason is not None and self.first_token is not None

@@ -66,7 +66,7 @@ class PagePool:
         self._fences: dict[int, None] = {}  # open fences, ascending
         self._next_fence = 1
         self._touched = [0] * num_pages  # the newest fence open when a reader or writer last let go of it
-        self._written = [0] * num_pages  # the same for writers only
+        self._written = [0] * num_pages  # the same for writers only; LATER while a write is expected
         self._moving: set[int] = set()
         self.aside: set[int] = set()  # moving, and under no ticket
 

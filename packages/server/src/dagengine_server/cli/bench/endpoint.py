@@ -65,7 +65,7 @@ class Reply(Stream):
 
     @property
     def waited(self) -> float:
-        """Seconds until the requests that the answer waited for had ended."""
+        """Seconds until what the answer waited for had ended, or the step that completes it was chosen."""
         return float(self.dag["timing_ms"]["waited"]) / 1e3
 
     @property
