@@ -118,25 +118,28 @@ class RequestTable:
         """
         ended = {id(sequence) for sequence in completing}
         parents = {s.request.id: self._by_id[s.request.id] for s in completing}
-        ready: dict[str, RunningRequest] = {}
-        for parent in parents.values():
-            for child, _ in self._children(parent):
-                if (
-                    not child.sequences
-                    and child.parents.isdisjoint(child.request.after)  # to find what they leave
-                    and all(self._is_readable(one, ended) for one in child.parents)
-                ):
-                    ready[child.request.id] = child
-        for child in ready.values():
-            for parent in [self._by_id[one] for one in child.parents]:
+        children = {
+            child.request.id: child for parent in parents.values() for child, _ in self._children(parent)
+        }
+        ready = [
+            child
+            for child in children.values()
+            if not child.sequences
+            and child.parents.isdisjoint(child.request.after)  # to find what they leave
+            and all(self._is_readable(one, ended) for one in child.parents)
+        ]
+        for child in ready:
+            for parent in [
+                self._by_id[r.request] for r in child.request.context if r.request in child.parents
+            ]:
                 for sequence in parent.sequences:
                     if not sequence.sealed_early and sequence.index not in parent.answers:
                         node = self._seal(sequence, early=True)
                         self._hand_to_children(parent, node)
-        for child in ready.values():
+        for child in ready:
             with suppress(Exception):  # it is refused again, and told so, once those that it reads have ended
                 self._begin(child)
-        return [sequence for child in ready.values() for sequence in child.sequences]
+        return [sequence for child in ready for sequence in child.sequences]
 
     def try_begin(self, running: RunningRequest) -> None:
         """Begin a request of a group that waits for nobody any more; it ends with what refuses it."""

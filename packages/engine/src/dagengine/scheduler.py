@@ -130,7 +130,8 @@ class Scheduler:
                 and chunk.work.completes_with(chunk.count)
             ]
             chunks = []
-            for reader in self._readers_of(completing) if completing else ():
+            readers = self._readers_of(completing) if completing else []
+            for reader in sorted(readers, key=lambda sequence: sequence.order):
                 # Chunks of different backends run one after the other, in no order that matters to readers.
                 alike = all(work.backend == reader.backend for work in completing)
                 if budget and alike and (size := self._start_beside(reader, budget)):
