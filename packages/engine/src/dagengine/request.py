@@ -104,7 +104,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds: submission until requests that it waits for have ended, compile references, lay out, prepare KV
+    """Milliseconds: submission until it waits for no other request any more, compile references, lay out, prepare KV
     (lease, restore), submission to first token."""
 
     waited: float

@@ -26,7 +26,8 @@ class Answer(NamedTuple):
 class RunningRequest:
     """
     Attributes:
-        submitted, began: when it came, and when all that it waited for had ended; on the clock of `time.perf_counter`.
+        submitted, began: when it came, and when it waited for no other request any more; on the clock of
+            `time.perf_counter`.
         arrival: its number in the order of submissions.
         parents: ids of requests of the same submission that it waits for.
         targets: what its references name, by index, and the first tokens held of it until this request began.

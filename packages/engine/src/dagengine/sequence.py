@@ -241,7 +241,7 @@ class Sequence(Work):
         Args:
             state: the id under which it was kept, if it was.
             implementation: what ran as its attention backend.
-            submitted, began: when the request came, and when all that it waited for had ended; on the clock of
+            submitted, began: when the request came, and when it waited for no other any more; on the clock of
                 `time.perf_counter`.
             facts: of the engine, for the record.
         """
