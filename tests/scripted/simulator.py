@@ -20,7 +20,9 @@ from scripted_model import VOCAB, scripted_core
 
 from dagengine import ContextRef, DagError, Keep, SamplingParams
 from dagengine.core import EngineCore
+from dagengine.pipeline import Flight
 from dagengine.request import Choice, Event, FinishedEvent, Request, TokenEvent
+from dagengine.runner import Chunk
 from dagengine_kvstore import KVStoreError
 from dagengine_kvstore.fake_transfer import FakeTransfer
 from dagengine_kvstore.torch_arena import TorchArena
@@ -129,9 +131,20 @@ class World:
             transfer=s.host and self._make_transfer,
             costs=s.host and CoinCosts(),
         )
+        self._count_joins()
         self._ids = 0
         self._stems = [[self.rng.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
         self._fresh()
+
+    def _count_joins(self) -> None:
+        """Of what is launched, what runs in the step that completes what it reads."""
+        launch = self.core._pipeline.launch
+
+        def counted(chunks: Sequence[Chunk]) -> Flight:
+            self.counts["joins"] += sum(chunk.joins for chunk in chunks)
+            return launch(chunks)
+
+        self.core._pipeline.launch = counted  # type: ignore[method-assign]
 
     def _fresh(self) -> None:
         self.oracle = Oracle(self.settings.page_size, self.settings.pages)
@@ -282,7 +295,8 @@ class World:
         start = rng.randint(0, 40) if position == "explicit" else None
         return ContextRef(mode=mode, span=span, at=cut, start=start, **target)  # type: ignore[arg-type]
 
-    def _draw(self, kind: str, earlier: Sequence[Pending], many: bool) -> Pending:
+    def _draw(self, kind: str, earlier: Sequence[Pending], many: bool, *, joins: bool = False) -> Pending:
+        """A request; one that `joins` reads earlier ones only, if there are any, and mostly samples nothing."""
         rng = self.rng
         salt = earlier[0].request.salt if earlier else rng.choice(("", "", "", "tenant"))
         position = rng.choice(("linear", "linear", "native", "explicit"))
@@ -291,9 +305,9 @@ class World:
         parents: list[OracleNode | str] = []
         ats: list[int | None] = []
         states = [handle for handle in self.handles if handle.salt == salt]
-        for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 5))):
+        for _ in range(rng.choice((1, 1, 2, 3) if joins else (0, 1, 1, 2, 2, 3, 5))):
             mode = "artifact" if rng.random() < 0.35 else whole
-            if earlier and rng.random() < 0.6:
+            if earlier and (joins or rng.random() < 0.6):
                 parent = rng.choice(earlier)
                 if parent.request.sampling is not None and parent.request.sampling.n > 1:
                     continue
@@ -315,7 +329,7 @@ class World:
         request = Request(
             id=self._new_id(kind),
             input_ids=ids,
-            sampling=self._sampling(many),
+            sampling=None if joins and rng.random() < 0.7 else self._sampling(many),
             context=tuple(refs),
             position=position,
             position_options={"own_start": rng.randint(80, 120)}
@@ -348,8 +362,9 @@ class World:
 
     def _submit_group(self, size: int) -> int:
         group: list[Pending] = []
+        joins = self.rng.random() < 0.4
         for _ in range(size):
-            group.append(self._draw("g", group, self.rng.random() < 0.05))
+            group.append(self._draw("g", group, self.rng.random() < 0.05, joins=joins))
         refusal = next(filter(None, (self._state_refusal(pending) for pending in group)), None)
         try:
             self.core.submit_group([pending.request for pending in group])

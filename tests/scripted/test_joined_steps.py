@@ -155,6 +155,26 @@ def test_who_waits_to_find_what_is_left_does_not_join(steps: Steps) -> None:
     finish(run)
 
 
+def test_those_that_join_do_so_in_the_order_in_which_they_wait(steps: Steps) -> None:
+    run = world()
+    first = Request("second", (7, 8), ONE, reads("a"), priority=1)
+    run.submit(document("a", 6), first, document("b", 5, 300), Request("first", (7,), ONE, reads("b")))
+    run.run()
+    assert steps == [{"a": (6, False), "b": (5, False), "first": (1, True), "second": (2, True)}]
+    finish(run)
+
+
+def test_what_is_read_is_sealed_in_the_order_in_which_it_is_read(steps: Steps) -> None:
+    run = world(seqs=9)
+    names = [f"part {number}" for number in range(8)]
+    parts = [document(name, 2, 10 * number) for number, name in enumerate(names)]
+    run.submit(*parts, Request("judge", (7,), ONE, reads(*names)))
+    run.run()
+    sealed = [event.node for event in run.core.store.events if event.kind == "seal"]
+    assert len(steps) == 1 and len(sealed) == 8 and sealed == sorted(sealed)
+    finish(run)
+
+
 def test_what_was_said_is_joined_once_all_of_it_is_known(steps: Steps, step_mode: str) -> None:
     """Where steps overlap, the last token is computed before the host knows it."""
     run = world()

@@ -33,6 +33,7 @@ def test_random_graphs_equal_the_definition(mode: str, part: int) -> None:
         "aborts",
         "forks",
         "groups",
+        "joins",
         "evictions",
         "restored tokens",
         "matched tokens",

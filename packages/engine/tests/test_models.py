@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 
-from dagengine.models.registry import RowsModel
+from dagengine.models.registry import gives_rows
 from dagengine.runner import Runner
 from dagengine_kernels.reference import ReferenceBackend
 
@@ -21,7 +23,7 @@ def attend(layer, q, k, v, *, q_norm=None, k_norm=None):
 @pytest.mark.parametrize("wanted", [[], [6], [2, 0], list(range(7))])
 def test_wanted_rows_are_those_of_all(wanted):
     model = runner_of(Runner, geometry_of(), page_size=4).model
-    assert isinstance(model, RowsModel)
+    assert gives_rows(model)
     seen = []
 
     def seeing(layer, q, k, v, **norms):
@@ -52,3 +54,29 @@ def test_a_model_that_gives_all_rows_is_taken():
     ]
     assert found[0].shape == (1, 320)
     assert torch.allclose(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_that_a_subclass_replaces_is_asked_for_all_rows():
+    asked = []
+
+    def scaled(model, *args, **options):
+        class Scaled(type(model)):
+            def forward(self, input_ids, attend):
+                asked.append(len(input_ids))
+                return 2 * super().forward(input_ids, attend)
+
+        class Both(Scaled):
+            def forward_rows(self, input_ids, attend, rows):
+                return self.forward(input_ids, attend)[rows]
+
+        made = {field.name: getattr(model, field.name) for field in fields(model)}
+        assert not gives_rows(Scaled(**made)) and gives_rows(Both(**made))
+        return Runner(Scaled(**made), *args, **options)
+
+    stepper = Stepper(page_size=4)
+    chunks = stepper.chunks([stepper.work(5), stepper.work(9)], [5, 7])
+    assert runner_of(scaled, geometry_of(), page_size=4).launch(chunks, ReferenceBackend(), None).shape == (
+        1,
+        320,
+    )
+    assert asked == [12]

@@ -104,8 +104,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds: submission until requests that it waits for have ended, or the step that completes them is chosen,
-    compile references, lay out, prepare KV (lease, restore), submission to first token."""
+    """Milliseconds: submission until it waits for no other request any more, compile references, lay out, prepare KV
+    (lease, restore), submission to first token."""
 
     waited: float
     compile: float

@@ -118,24 +118,27 @@ class RequestTable:
         Returns: their answers, which wait to run.
         """
         ended = {id(sequence) for sequence in completing}
-        ready: dict[str, RunningRequest] = {}
-        for sequence in completing:
-            for child, _ in self._children(self._by_id[sequence.request.id]):
-                if (
-                    not child.sequences
-                    and child.parents.isdisjoint(child.request.after)  # to find what they leave
-                    and all(self._is_readable(one, ended) for one in child.parents)
-                ):
-                    ready[child.request.id] = child
-        read = {name for child in ready.values() for name in child.parents}
+        children = {
+            child.request.id: child
+            for sequence in completing
+            for child, _ in self._children(self._by_id[sequence.request.id])
+        }
+        ready = [
+            child
+            for child in children.values()
+            if not child.sequences
+            and child.parents.isdisjoint(child.request.after)  # to find what they leave
+            and all(self._is_readable(one, ended) for one in child.parents)
+        ]
+        read = {name for child in ready for name in child.parents}
         for sequence in completing:
             if sequence.request.id in read and not sequence.sealed_early:
                 node = self._seal(sequence, early=True)
                 self._hand_to_children(self._by_id[sequence.request.id], node)
-        for child in ready.values():
+        for child in ready:
             with suppress(Exception):  # it is refused again, and told so, once those that it reads have ended
                 self._begin(child)
-        return [sequence for child in ready.values() for sequence in child.sequences]
+        return [sequence for child in ready for sequence in child.sequences]
 
     def try_begin(self, running: RunningRequest) -> None:
         """Begin a request of a group that waits for nobody any more; it ends with what refuses it."""

@@ -34,7 +34,7 @@ from dagengine_kvstore.torch_arena import TorchArena
 from dagengine_positions import LayerGroup, ModelGeometry
 
 from .models.norm import RMSNorm
-from .models.registry import Model, RowsModel
+from .models.registry import Model, gives_rows
 from .repositioning import PageMover
 from .work import Work
 
@@ -91,7 +91,7 @@ class Runner:
             (group, _shape(geometry, group), _rotary(group, 2 * max_positions, device))
             for group in geometry.groups
         )
-        self._rows_model = model if isinstance(model, RowsModel) else None
+        self._rows_model = model if gives_rows(model) else None
         self._head_norms: dict[int, tuple[HeadNorm, HeadNorm]] = {}
         self._group_of = {layer: i for i, (group, _, _) in enumerate(self._groups) for layer in group.layers}
 

@@ -26,7 +26,7 @@ class Answer(NamedTuple):
 class RunningRequest:
     """
     Attributes:
-        submitted, began: when it came, and when all that it waited for had ended, or was sealed early; on the clock of
+        submitted, began: when it came, and when it waited for no other request any more; on the clock of
             `time.perf_counter`.
         arrival: its number in the order of submissions.
         parents: ids of requests of the same submission that it waits for.

@@ -7,7 +7,7 @@ cannot be imported hinders nobody else.
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 from torch import Tensor
 
@@ -28,13 +28,21 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-@runtime_checkable
 class RowsModel(Model, Protocol):
     """A model that is asked for the rows that are wanted, where these are known, and so can leave out the others behind
-    its last layer's keys and values.
+    its last layer's keys and values. Who replaces its `forward` in a subclass replaces both, or is asked for all rows.
     """
 
     def forward_rows(self, input_ids: Tensor, attend: Attend, rows: Tensor) -> Tensor: ...
+
+
+def gives_rows(model: Model) -> TypeGuard[RowsModel]:
+    """Whether a model's `forward_rows` is about its `forward`, and not about one that a subclass has replaced."""
+    for holder in (model, *type(model).__mro__):
+        found = getattr(holder, "__dict__", {}).keys() & {"forward", "forward_rows"}
+        if found:
+            return "forward_rows" in found
+    return False
 
 
 class ModelClass(Protocol):
