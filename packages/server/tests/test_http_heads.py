@@ -12,7 +12,8 @@ from conftest import MODEL, Server, wait_until
 from sockets import RawClient
 from starlette.requests import Request
 
-from dagengine_server.http_heads import MOST_HEAD_BYTES, body_came
+from dagengine_server.http_heads import MOST_HEAD_BYTES
+from dagengine_server.parsing import body_came
 
 LINE = b"POST /tokenize HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = LINE + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"

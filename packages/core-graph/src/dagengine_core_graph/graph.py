@@ -231,10 +231,7 @@ class ContextGraph:
             raise GraphError(
                 "invalid_request", f"a reference is an Inherit, Digest or Artifact, not {reference!r}"
             )
-        try:
-            node = self._nodes[reference.node]
-        except (KeyError, TypeError):
-            node = self.node(reference.node)
+        node = self.node(reference.node)
         if not node.sealed:
             raise GraphError("state_not_sealed", f"{node.id!r} is still growing; seal it first", "node")
         start = reference.start
@@ -243,8 +240,7 @@ class ContextGraph:
         if isinstance(reference, Artifact):
             return Reading(reference, node, *node.span(reference.span, reference.at))
         if reference.at is None:
-            # Takes half the time of the class's own `__new__`.
-            return tuple.__new__(Reading, (reference, node, 0, node.length))
+            return Reading(reference, node, 0, node.length)
         return Reading(reference, node, *node.span("all", reference.at))
 
     def _find(self, node: object) -> Node | None:

@@ -69,7 +69,6 @@ class RangeList:
 
     def since(self, earlier: RangeList | None = None) -> tuple[TokenRange, ...]:
         """The maximal runs of what was appended to the prefix `earlier` (None: of everything), in order."""
-        new = tuple.__new__  # takes half the time of the class's own
         runs = []
         cell = self
         while cell is not earlier and cell.prefix is not None:
@@ -80,7 +79,7 @@ class RangeList:
             ):
                 start = cell.start
                 cell = cell.prefix
-            runs.append(new(TokenRange, (owner.id, start, stop)))
+            runs.append(TokenRange(owner.id, start, stop))
         runs.reverse()
         return tuple(runs)
 

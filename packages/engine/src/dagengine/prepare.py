@@ -122,7 +122,7 @@ class Preparer:
         elif not 0 <= at <= cut:
             message = f"at must be from 0 to {cut}, the state's length, not {shown(at)}"
             raise DagError("span_out_of_range", message, f"context[{index}].at")
-        return tuple.__new__(ResolvedRef, (node, at if at < len(node.tokens) else None, ref))
+        return ResolvedRef(node, at if at < len(node.tokens) else None, ref)
 
     def prepare(self, request: Request, refs: Sequence[ResolvedRef]) -> Prepared:
         """Compile and lay out; refuse what the model or the pool cannot do. Changes nothing.
@@ -314,7 +314,7 @@ class Preparer:
         made: list[Reference] = []
         try:
             for node, at, ref in refs:
-                if at is ref.span is ref.start is None:
+                if at is None and ref.span is None and ref.start is None:
                     made.append(self._whole(node.uid, ref.mode))
                 else:
                     made.append(make_reference(node.uid, ref.mode, ref.span, at, ref.start))

@@ -127,23 +127,23 @@ class PromptCache:
     def encode_together(self, lookups: Sequence[Lookup]) -> list[list[ChatPrompt | DagError]]:
         """What `encode` gives for each, in one call of the tokenizer, which works on many texts at once."""
         found = [list[ChatPrompt | DagError | None](lookup.known) for lookup in lookups]
-        chats: dict[_Key, Chat] = {}
+        chats: dict[_Key, tuple[Chat, tuple[str, ...] | None]] = {}  # with the clock of its lookup
         places: dict[_Key, list[tuple[int, int]]] = {}
         for number, lookup in enumerate(lookups):
             for key, (chat, own) in lookup.new.items():
                 whole = key if lookup.clock is not None else (number, *key)
-                chats[whole] = chat
+                chats[whole] = chat, lookup.clock
                 places.setdefault(whole, []).extend([(number, place) for place in own])
         if not chats:
             return found  # type: ignore[return-value]
         assert self._tokenizer is not None
-        encoded = [_hashed(one) for one in self._tokenizer.chats(list(chats.values()))]
-        clock = self._tokenizer.read_clock()
-        if clock is not None:
+        encoded = [_hashed(one) for one in self._tokenizer.chats([chat for chat, _ in chats.values()])]
+        now = self._tokenizer.read_clock()
+        if now is not None:
             with self._lock:
                 encoded = [
-                    self._remember(key, one) if _clock_of(key) == clock else one
-                    for key, one in zip(chats, encoded, strict=True)
+                    self._remember(key, one) if clock == now else one
+                    for (key, (_, clock)), one in zip(chats.items(), encoded, strict=True)
                 ]
         for listed, one in zip(places.values(), encoded, strict=True):
             for number, place in listed:
@@ -168,10 +168,6 @@ class PromptCache:
 def _key(chat: Chat, salt: str, clock: tuple[str, ...]) -> _Key:
     said = tuple([(message["role"], message["content"]) for message in chat.messages])
     return salt, chat.generate, chat.has_context, clock, said
-
-
-def _clock_of(key: _Key) -> object:
-    return key[3]
 
 
 def _hashed(prompt: ChatPrompt | DagError) -> ChatPrompt | DagError:

@@ -196,14 +196,15 @@ class RequestTable:
         return self._store.name(node, salt=request.salt, name=keep.name, ttl_s=keep.ttl_s, pin=keep.pin)
 
     def _seal(self, sequence: Sequence, *, early: bool = False) -> NodeRecord:
-        sequence.sealed_early = early
-        return self._preparer.seal(
+        node = self._preparer.seal(
             sequence.writer,  # type: ignore[arg-type]
             len(sequence.tokens),
             sequence.spans(),
             sampled=sequence.sampling is not None,
             early=early,
         )
+        sequence.sealed_early = early
+        return node
 
     def _is_readable(self, request_id: str, ended: Container[int]) -> bool:
         """Whether the nodes of an unfinished request can be read with, or behind, the step that completes `ended`."""

@@ -119,6 +119,8 @@ def _writers(books: Books) -> list[str]:
         for index, page in enumerate(writer.pages):
             if index >= full and books.pool.has_content(page):
                 found.append(f"{writer.node} shares page {page}, of which nothing is committed")
+    early = {page for node, writer in books.writers.items() if node.sealed for page in writer.pages}
+    found += [f"page {page} is to be written by nobody" for page in books.pool.expected - early]
     return found
 
 

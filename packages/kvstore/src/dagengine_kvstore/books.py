@@ -192,9 +192,9 @@ class Books:
         self.anonymous.setdefault(node, {}).setdefault(at, []).append(hold)
 
     def unhold(self, node: NodeRecord, at: int) -> None:
-        by_length = self.anonymous.get(node)
-        holds = by_length and by_length.get(at)
-        if not by_length or not holds:
+        by_length = self.anonymous.get(node, {})
+        holds = by_length.get(at)
+        if not holds:
             raise KVStoreError("not_held", f"node {node.uid} has no anonymous hold at {at}", field="node")
         hold = holds.pop()
         if not holds:

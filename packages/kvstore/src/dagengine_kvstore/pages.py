@@ -157,6 +157,11 @@ class PagePool:
         """A step that may not have begun writes a page that nodes refer to already."""
         self._written[page] = LATER
 
+    @property
+    def expected(self) -> set[int]:
+        """Pages of which `expect_write` was told last."""
+        return {page for page, fence in enumerate(self._written) if fence == LATER}
+
     def end_write(self, page: int) -> None:
         """Undo `expect_write`: that step has ended, or is open, or will never begin."""
         self._written[page] = next(reversed(self._fences), 0)

@@ -31,11 +31,10 @@ class LinearPolicy:
     ) -> Layout:
         _refuse_options(self.name, options, ())
         _refuse_starts(self.name, context)
-        new = tuple.__new__  # takes half the time of the class's own
         segments = []
         view = 0
         for node, start, stop in context.ranges:
-            segments.append(new(Segment, (node, start, stop, view, view - stored_start(node) - start)))
+            segments.append(Segment(node, start, stop, view, view - stored_start(node) - start))
             view += stop - start
         return Layout(self.name, tuple(segments), view, view)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 
-from starlette.requests import Request
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MOST_HEAD_BYTES = 2**16
@@ -39,12 +38,3 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         self.scope["state"]["body_came"] = time.perf_counter()
         super().on_message_complete()
-
-
-async def body_came(request: Request) -> float:
-    """When the last of the body came, on the clock of `time.perf_counter`, once it is there: on another connection than
-    `BoundedHttp`, which does not note it, when it was read. Raises as `Request.body`.
-    """
-    await request.body()
-    came: float = getattr(request.state, "body_came", None) or time.perf_counter()
-    return came

@@ -1,4 +1,6 @@
-"""From the bytes of a body to a checked value: whatever the bytes, that or a DagError naming the field."""
+"""From the bytes of a body to a checked value: whatever the bytes, that or a DagError naming the field. And when they
+were there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import asyncio
 import json
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from reprlib import repr as shortened
@@ -224,3 +227,12 @@ def _shown(value: Any) -> str:
         return shortened(value)
     except ValueError:
         return "an integer of thousands of digits"
+
+
+async def body_came(request: Request) -> float:
+    """When the last of the body came, on the clock of `time.perf_counter`, once it is there: on another connection than
+    `BoundedHttp`, which does not note it, when it was read. Raises as `Request.body`.
+    """
+    await request.body()
+    came: float = getattr(request.state, "body_came", None) or time.perf_counter()
+    return came

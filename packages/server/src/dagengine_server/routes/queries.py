@@ -24,10 +24,9 @@ from dagengine_core_graph.query import Query as SpanQuery
 
 from ..answers import dag_object
 from ..errors import envelope
-from ..http_heads import body_came
 from ..limits import MAX_CLIENT_ID
 from ..parameters import ExecuteParameters, PrepareParameters, described, read_parameters
-from ..parsing import is_small, read_query_json
+from ..parsing import body_came, is_small, read_query_json
 from ..service import Service
 from ..sse import DONE, PING, EventStream, data_event, error_event, unless_disconnected
 from ..submission import Submission
