@@ -283,6 +283,13 @@ def test_an_option_that_is_wrong_for_any_query_is_refused_once_before_anything_r
     assert not ended and llm.engine.ask(lambda core: core.stats.steps) == 0
 
 
+@pytest.mark.parametrize("queries", ["a text", g("a", max_tokens=1), None, 3])
+def test_what_is_no_list_of_queries_is_refused(llm: LLM, queries: Any) -> None:
+    with pytest.raises(DagError) as error:
+        llm.query_bulk(queries)
+    assert (error.value.code, error.value.field) == ("invalid_request", "queries")
+
+
 @pytest.mark.parametrize("wrong", [{"order": "best"}, {"window": 0}, {"budget_pages": 0}, {"window": True}])
 def test_wrong_settings_are_named(llm: LLM, wrong: dict[str, Any]) -> None:
     with pytest.raises(DagError) as error:

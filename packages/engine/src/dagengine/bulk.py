@@ -26,7 +26,7 @@ from dagengine_core_graph.query import FindFragments, Query
 from .bulk_order import ORDERS, order_queries, windows_of
 from .core import EngineCore
 from .encoded_queries import EncodedQuery, QueryDraft, encode_drafts
-from .errors import DagError
+from .errors import DagError, shown
 from .inputs import new_request_id
 from .queries import QueryOptions, fragment_keys
 from .query_results import QueryResult, QueryTokens
@@ -106,6 +106,8 @@ def run_bulk(
         DagError: an argument that is wrong whatever the queries are, before anything runs; `invalid_request` for an
             `on_item` that raises; the states of all answers are released then.
     """
+    if isinstance(queries, str | Query) or not isinstance(queries, Iterable):
+        raise DagError("invalid_request", f"a list of queries is needed, not {shown(queries)}", "queries")
     if order not in ORDERS:
         raise DagError("invalid_request", f"order is one of {', '.join(ORDERS)}, not {order!r}", "order")
     least_of = {

@@ -106,10 +106,14 @@ class CudaCapture:
     def __call__(self, warm_up: Callable[[], None], body: Callable[[], None]) -> Graph:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            warm_up()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            body()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                warm_up()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                body()
+        finally:  # what was queued before a failure writes pages, too
+            current.wait_stream(self._stream)
         return graph

@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -38,7 +39,7 @@ class Launch:
         sequences: those that sample, in the order of their rows.
         sample: their next tokens; None if nothing is sampled.
         logits: [R, vocab], kept only for an observer.
-        wait: returns when the device is done.
+        wait: returns when the device is done, also with what was queued of one that failed.
         results: one per sequence, once collected.
         error: why it failed, at its launch or when it was collected.
     """
@@ -109,6 +110,8 @@ class Pipeline:
             except Exception as error:
                 log.exception("a launch failed; its requests end")
                 launch.error = error
+                with suppress(Exception):  # of a device that is lost
+                    launch.wait = self._runner.marker()
         if self.host_time is not None:
             self.host_time.end()
         return flight
@@ -120,6 +123,9 @@ class Pipeline:
         try:
             for launch in flight.launches:
                 if launch.error is not None:
+                    if launch.wait is not None:  # what of it was queued may write its pages until then
+                        with suppress(Exception):
+                            launch.wait()
                     continue
                 try:
                     assert launch.wait is not None
