@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -138,7 +139,10 @@ def choice_dag(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(http: httpx.Client) -> Demo:
-    demo = Demo(http, http.get("/v1/models").json()["data"][0]["id"])
+    listed = http.get("/v1/models")
+    if listed.status_code != 200:
+        raise SystemExit(f"/v1/models answered {listed.status_code}: {listed.text}")
+    demo = Demo(http, listed.json()["data"][0]["id"])
     questions = json.loads((DATA / "questions.json").read_text())[:NUM_QUESTIONS]
     names = dict.fromkeys(name for question in questions for name in question["documents"])
     with ThreadPoolExecutor(len(names)) as pool:
@@ -226,4 +230,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

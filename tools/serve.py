@@ -1,7 +1,7 @@
 """tools/serve: the demo model, served. With --demo: the example runs against the server, which then stops.
 
 Without --demo this process becomes `dagengine serve FOLDER …`; with it, the exit status is the example's.
-Further arguments go to `dagengine serve` as they are.
+Further arguments go to `dagengine serve` as they are; with --demo the address is a free one, and there are no keys.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from environment import CACHE, ROOT, VENV, python, say
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 KEY_OPTION = "--api-key"
+NOT_WITH_DEMO = ("--host", "--port", KEY_OPTION)
 
 
 class ServerFailed(Exception):
@@ -106,6 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     demo = "--demo" in given
     given = [argument for argument in given if argument != "--demo"]
+    refused = [name for name in NOT_WITH_DEMO if any(a.partition("=")[0] == name for a in given)]
+    if demo and refused:
+        print(f"--demo serves on a free port and without keys: leave {refused[0]} out", file=sys.stderr)
+        return 2
     try:
         environment.ensure("serve")
     except environment.SetupFailed as error:

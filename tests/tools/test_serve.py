@@ -99,3 +99,13 @@ def test_an_interrupt_of_the_set_up_says_nothing_and_has_its_status(tmp_path: Pa
     program = f"{begins}{ends}runpy.run_path('tools/serve.py', run_name='__main__')"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=serve.ROOT)
     assert (found.returncode, found.stderr) == (128 + signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("option", ["--port", "--host", "--api-key"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_example_refuses_what_it_would_not_heed(
+    option: str, joined: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"{option}=1"] if joined else [option, "1"]
+    assert serve.main(["--demo", *given]) == 2
+    assert option in capsys.readouterr().err
