@@ -9,6 +9,7 @@ import pytest
 
 from dagengine_core_graph import SchemaError
 from dagengine_core_graph.query import FORMAT, OUR_TAGS, load_query
+from dagengine_core_graph.schema import ContextDocument, GraphDocument, NodeDocument
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -48,3 +49,15 @@ def test_the_table_of_constructors_is_what_documents_are_made_of() -> None:
         for name in needed:
             with pytest.raises(SchemaError):
                 load_query({"format": FORMAT, "query": {tag: {n: v for n, v in needed.items() if n != name}}})
+
+
+def test_the_table_of_graph_documents_has_every_member() -> None:
+    rows = re.findall(r"^\| (the document|a node|a reference) \| (.*?) \|", README.read_text(), re.MULTILINE)
+    listed: dict[str, set[str]] = {}
+    for of, members in rows:
+        listed.setdefault(of, set()).update(re.findall(r"`(\w+)`", members))
+    assert listed == {
+        "the document": {"format", *GraphDocument.__dataclass_fields__} - {"order"},
+        "a node": set(NodeDocument.__dataclass_fields__),
+        "a reference": set(ContextDocument.__dataclass_fields__),
+    }
