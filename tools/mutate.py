@@ -28,8 +28,8 @@ MODULES = "pages free_runs host_pages tiers residency tickets transfers pressure
 TESTS = (
     "test_audit test_claim test_conformance test_events test_eviction test_free_runs test_holds test_loading "
     "test_pages test_pins test_pressure test_recall test_registry test_repositioning test_repositioning_tiers "
-    "test_residency test_restore test_reuse test_seal_early test_states test_store_options test_tickets test_tier_policy "
-    "test_transfer_faults test_unclaim test_writer"
+    "test_residency test_restore test_reuse test_seal_early test_states test_store_options test_tickets "
+    "test_tier_policy test_transfer_faults test_unclaim test_writer"
 ).split()
 MUTMUT = "mutmut==3.8.1"
 
