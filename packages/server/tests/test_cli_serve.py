@@ -17,7 +17,7 @@ from conftest import DEADLINE_S
 
 from dagengine_server.cli import main
 from dagengine_server.client import Client
-from dagengine_server.serving import SWITCH_S, short_turns
+from dagengine_server.serving import SWITCH_S, check_address, short_turns
 
 PORT_LINE = "Uvicorn running on "
 
@@ -106,6 +106,17 @@ def test_an_address_that_cannot_be_had_is_told_before_anything_is_loaded(
     assert f"port: cannot listen on 127.0.0.1, port {port}" in capsys.readouterr().err
     assert main(["serve", str(model_folder), "--host", "192.0.2.1", "--log-level", "error"]) == 1
     assert "host: cannot listen on 192.0.2.1" in capsys.readouterr().err
+
+
+def test_a_host_is_there_if_one_of_its_addresses_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, absent = ((socket.AF_INET, socket.SOCK_STREAM, 0, "", (ip, 0)) for ip in ("127.0.0.1", "192.0.2.1"))
+    unknown = (255, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))
+    listed = [absent, unknown, here]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: listed)
+    check_address("localhost", 0)
+    listed.remove(here)
+    with pytest.raises(OSError, match="assign"):
+        check_address("localhost", 0)
 
 
 def test_threads_take_short_turns_while_it_serves() -> None:

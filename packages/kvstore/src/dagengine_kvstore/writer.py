@@ -40,7 +40,6 @@ class PageWriter:
         self._known = 0  # pages whose content is known
         self._closed_tail = False  # the last page is partial and shared
         self._open = True
-        self._early: Lease | None = None  # sealed, and the last step is still to end
 
     @property
     def num_tokens(self) -> int:
@@ -308,12 +307,11 @@ class PageWriter:
 
     def _check_open(self) -> None:
         if not self._open:
-            state = "closed" if self._early is None else "sealed early"
-            raise KVStoreError("writer_closed", f"the writer of node {self.node.uid} is {state}")
+            raise KVStoreError("writer_closed", f"the writer of node {self.node.uid} is closed")
 
     def _check_not_ended(self) -> None:
-        if self._early is None:
-            self._check_open()
+        """Of what may be asked for as long as a step of the writer's runs."""
+        self._check_open()
 
 
 class Writer(PageWriter):
@@ -322,6 +320,7 @@ class Writer(PageWriter):
     def __init__(self, books: Books, node: NodeRecord, digested: tuple[Hold, ...]) -> None:
         super().__init__(books, node)
         self.digested = digested
+        self._early: Lease | None = None  # sealed, and the last step is still to end
         node.tokens = self._tokens
 
     def seal(self, spans: Mapping[str, tuple[int, int]] | None = None) -> NodeRecord:
@@ -375,6 +374,15 @@ class Writer(PageWriter):
         self._end()
         self._drop_pages()
         self._books.abort(self)
+
+    def _check_open(self) -> None:
+        if self._early is not None:
+            raise KVStoreError("writer_closed", f"the writer of node {self.node.uid} is sealed early")
+        super()._check_open()
+
+    def _check_not_ended(self) -> None:
+        if self._early is None:
+            self._check_open()
 
     def _end(self) -> None:
         self._open, early, self._early = False, self._early, None

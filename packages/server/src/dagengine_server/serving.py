@@ -7,6 +7,7 @@ the second one  ─► cancelled now
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -31,17 +32,28 @@ POLL_S = 0.05
 LAST_ANSWERS_S = 5.0
 FLUSH_S = 0.2
 SWITCH_S = 0.0005
+NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""Of an address that this machine does not have, such as `localhost`'s second one where there is no IPv6."""
 
 
 def check_address(host: str, port: int) -> None:
-    """Whether a server could listen there now. Raises OSError, as a server would after its model was loaded."""
-    for family, kind, protocol, _, address in socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    ):
-        with socket.socket(family, kind, protocol) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(address)
-            tried.listen(1)
+    """Whether a server could listen there now, on one of the host's addresses at least. Raises OSError, as a server
+    would after its model was loaded.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    missing: list[OSError] = []
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(address)
+                tried.listen(1)
+        except OSError as error:
+            if error.errno not in NOT_HERE:
+                raise
+            missing.append(error)
+    if len(missing) == len(found):
+        raise missing[0]
 
 
 def serve(
