@@ -1,16 +1,13 @@
-"""What a capture, and a launch, leave behind where they fail: nothing that runs beside what comes after."""
+"""What a capture leaves behind where it fails: nothing that runs beside what comes after."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dagengine.graphs import CudaCapture
-from dagengine.pipeline import Pipeline
-from dagengine_kvstore import KVStore
 
 
 class FakeStream:
@@ -69,32 +66,3 @@ def test_what_a_failed_warm_up_has_queued_is_over_before_what_follows() -> None:
     page.fill_(2.0)
     torch.cuda.synchronize()
     assert bool((page == 2.0).all())
-
-
-@pytest.mark.parametrize("lost", ["", "marker", "wait"])
-def test_pages_of_a_failed_launch_are_kept_until_the_device_is_done_with_it(lost: str) -> None:
-    """A load may fill them then, behind no step; where the device is lost, too, nothing is waited for."""
-    store = KVStore(8, 4)
-    done: list[int] = []
-
-    def launch(*_: object) -> None:
-        raise RuntimeError("planted")
-
-    def wait() -> None:
-        done.append(store.stats().open_fences)
-        if lost == "wait":
-            raise RuntimeError("lost")
-
-    def marker() -> object:
-        if lost == "marker":
-            raise RuntimeError("lost")
-        return wait
-
-    runner = SimpleNamespace(launch=launch, marker=marker)
-    pipeline = Pipeline(store, runner, None, lambda name: None, keep_logits=False)  # type: ignore[arg-type]
-    chunk = SimpleNamespace(work=SimpleNamespace(backend="any"), count=1)
-    flight = pipeline.launch([chunk])  # type: ignore[list-item]
-    assert flight.failed and not done
-    assert pipeline.collect() == (flight, [])
-    assert done == ([] if lost == "marker" else [1])
-    assert store.stats().open_fences == 0
