@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from dagengine_kernels.fused.native import why_missing
-from dagengine_kernels.fused.plan import INVISIBLE, PlanArrays, PlanClass, PlanParameters
+from dagengine_kernels.fused.plan import ENTRY_OWNER_SHIFT, INVISIBLE, PlanArrays, PlanClass, PlanParameters
 from dagengine_kernels.fused.planner import balance, implementation
 from dagengine_kernels.fused.spans import SequenceSpans, SpanTable
 
@@ -77,7 +77,8 @@ def random_parameters(rng: random.Random) -> PlanParameters:
         work_cost=rng.choice((0, 1, 3)),
         run_cost=rng.choice((0, 0, 1, 2)),
         wide_cost=rng.choice((0.5, 1.15, 2.0)),
-        invariant_chunk=rng.choice((None, None, 1, 3)),
+        owners=rng.choice((False, True, True)),
+        invariant_chunk=rng.choice((None, None, None, 1, 3)),
     )
 
 
@@ -129,7 +130,11 @@ def walked(
                     if delta == INVISIBLE:
                         continue
                     p = int(positions[row])
-                    for r in range(packed & 0xFFFF, packed >> 16):
+                    owner = packed >> ENTRY_OWNER_SHIFT & 0xFF if parameters.owners else 0
+                    if owner and owner - 1 != slot:
+                        continue
+                    low = packed & (0xFF if parameters.owners else 0xFFFF)
+                    for r in range(low, packed >> 16):
                         view = pos0 + r + delta
                         if view <= p and (parameters.window is None or view > p - parameters.window):
                             tokens[page, r, pos0 + r, delta] += 1
@@ -158,14 +163,15 @@ def walked(
     return found
 
 
-def share_a_walk(one: PlanClass) -> bool:
-    """Whether some query tiles of a class walk the same KV tiles."""
+def share_a_walk(one: PlanClass, entries: np.ndarray, boxes: int) -> bool:
+    """Whether some query tiles of a class walk the same KV tiles, or walks that begin alike."""
     ranges = {}
     for tile, _, begin, end, _ in one.works.tolist():
         low, high = ranges.get(tile, (begin, end))
         ranges[tile] = (min(low, begin), max(high, end))
     ordered = sorted(ranges.values())
-    return any(second[0] < first[1] for first, second in pairwise(ordered))
+    firsts = [tuple(entries[begin * boxes, :3].tolist()) for begin, _ in ordered]
+    return len(set(firsts)) < len(firsts) or any(second[0] < first[1] for first, second in pairwise(ordered))
 
 
 def check_shape(arrays: PlanArrays, parameters: PlanParameters) -> None:
@@ -182,7 +188,7 @@ def check_shape(arrays: PlanArrays, parameters: PlanParameters) -> None:
         assert (np.diff(one.work_indptr) >= 0).all()
         lengths = one.works[:, 3] - one.works[:, 2]
         cut = one.works[:, 4] >= 0
-        least = 1 if parameters.invariant_chunk or share_a_walk(one) else parameters.min_chunk
+        least = 1 if parameters.invariant_chunk or share_a_walk(one, arrays.entries, boxes) else parameters.min_chunk
         assert (lengths[cut] >= least).all()
     heights = [one.rows_per_tile for one in arrays.classes]
     assert heights == sorted(set(heights)) and set(heights) <= set(parameters.rows_per_tile)

@@ -12,7 +12,7 @@ from dagengine_kernels.append import HeadNorm
 from dagengine_kernels.conformance_cases import frequencies
 from dagengine_kernels.fused.cuda import advance, merge
 from dagengine_kernels.fused.cuda.vectors import alignment, head_layout
-from dagengine_kernels.fused.plan import PlanArrays
+from dagengine_kernels.fused.plan import NO_TAIL, PlanArrays
 from dagengine_kernels.fused.planner_twin import advance as advance_twin
 from dagengine_kernels.rotary import exact_rows, expand_rows, turn
 from dagengine_kernels.transform import plan_copy, plan_gather
@@ -260,11 +260,11 @@ def test_merge_is_the_merge_of_lse(dtype, head_dim, group, kv_heads, half_parts)
 def test_advance_on_the_device_is_the_planners():
     entries = torch.zeros(40, 4, dtype=torch.int32)
     entries[:, 0] = torch.arange(40)
-    tails = torch.full((200, 2), -1, dtype=torch.int32)
-    tails[:, 1] = 0
-    for b, (entry, room, lo, hi) in {0: (3, 3, 2, 14), 7: (9, 1, 0, 9), 199: (20, 2, 0, 0)}.items():
-        tails[b, 0], tails[b, 1] = entry, room
-        entries[entry, 1] = lo | hi << 16
+    tails = torch.tensor([NO_TAIL] * 200, dtype=torch.int32)
+    growing = {0: (3, 3, 1, 2, 14), 7: (9, 1, 1, 0, 9), 9: (23, 3, 5, 7 << 8, 15), 199: (20, 2, 1, 0, 0)}
+    for b, (entry, room, stride, rest, hi) in growing.items():
+        tails[b] = torch.tensor((entry, room, stride))
+        entries[entry, 1] = rest | hi << 16
     none = np.zeros(0, np.int32)
     want = PlanArrays(
         entries.numpy().copy(), none, none, (), none, none, none, 0, tails.numpy().copy(), 4, 16, 0, 0

@@ -364,7 +364,7 @@ def test_only_fresh_pages_of_the_arena_are_reserved(reserve, field):
     )
     parameters = PlanParameters(2, 2, (64,), (8,), 2)
     fine = planner.plan_table(table, parameters, reserve=[np.array([3]), (4, 7)])
-    assert fine.tails.tolist() == [[1, 2], [4, 3]]
+    assert fine.tails.tolist() == [[1, 2, 1], [4, 3, 1]]
     with pytest.raises(KernelError) as refused:
         planner.plan_table(table, parameters, reserve=reserve)
     assert (refused.value.code, refused.value.field) == ("invalid_argument", field)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from dagengine_kernels import KernelError
 from dagengine_kernels.fused import planner_twin
+from dagengine_kernels.fused.plan import NO_TAIL
 from dagengine_kernels.fused.planner import plan_spans, plan_table
 from dagengine_kernels.fused.spans import SequenceSpans, SpanTable
 
@@ -81,13 +82,13 @@ def test_a_plan_that_advances_walks_what_later_rows_see(seed):
 def test_a_tail_ends_with_its_last_reserved_page():
     table = batch([(pages(0, 6, 4), 0, 6)], page_size=4)
     arrays = plan_spans(table, H200, reserve=[[90, 91]])
-    (entry, count), filled = arrays.tails[0].tolist(), []
-    assert (arrays.entries[entry, 0], count) == (1, 3)
+    (entry, count, stride), filled = arrays.tails[0].tolist(), []
+    assert (arrays.entries[entry, 0], count, stride) == (1, 3, 1)
     while arrays.tails[0, 0] >= 0:
         filled.append(int(arrays.entries[arrays.tails[0, 0], 0]))
         planner_twin.advance(arrays)
     assert filled == [1, 1, *[90] * 4, *[91] * 4]
-    assert arrays.tails.tolist() == [[-1, 0]]
+    assert arrays.tails.tolist() == [list(NO_TAIL)]
     assert arrays.entries[entry : entry + 3].tolist() == [
         [1, 4 << 16, 4, 0],
         [90, 4 << 16, 8, 0],
@@ -97,9 +98,9 @@ def test_a_tail_ends_with_its_last_reserved_page():
 
 def test_a_full_last_page_grows_into_the_next_one():
     table = batch([(pages(0, 8, 4), 0, 8)], page_size=4)
-    assert plan_spans(table, H200, reserve=[[]]).tails.tolist() == [[-1, 0]]
+    assert plan_spans(table, H200, reserve=[[]]).tails.tolist() == [list(NO_TAIL)]
     arrays = plan_spans(table, H200, reserve=[[90]])
-    ((entry, count),) = arrays.tails.tolist()
+    ((entry, count, _),) = arrays.tails.tolist()
     assert (arrays.entries[entry].tolist(), count) == ([90, 0, 8, 0], 1)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dagengine_kernels.fused.plan import PlanArrays, PlanClass, PlanParameters
+from dagengine_kernels.fused.plan import NO_TAIL, PlanArrays, PlanClass, PlanParameters
 from dagengine_kernels.fused.shares_twin import deal
 from dagengine_kernels.fused.spans import SpanTable, indptr
 
@@ -49,7 +49,7 @@ class AlonePlanner:
         self.entries: list[list[int]] = []
         self.runs: list[list[int]] = []
         self.tiles: list[_Tile] = []
-        self.tails = [[-1, 0] for _ in range(table.num_sequences)]
+        self.tails = [NO_TAIL] * table.num_sequences
 
     def plan(self, tokens_unique: int) -> PlanArrays:
         for b in range(self.table.num_sequences):
@@ -122,7 +122,7 @@ class AlonePlanner:
         full = rows >> 16 == size
         room = len(self.entries) - last - full
         if room:
-            self.tails[b] = [last + full, room]
+            self.tails[b] = (last + full, room, 1)
 
     def _pad(self) -> None:
         while len(self.entries) % self.parameters.boxes:
@@ -197,7 +197,7 @@ class AlonePlanner:
             merge_indptr=indptr([len(listed) for _, listed in merged]),
             merge_parts=np.array([part for _, listed in merged for part in listed], np.int32),
             num_parts=num_parts,
-            tails=np.array(self.tails, np.int32).reshape(-1, 2),
+            tails=np.array(self.tails, np.int32).reshape(-1, 3),
             boxes=boxes,
             page_size=self.table.page_size,
             tokens_read=pages * self.table.page_size,

@@ -4,7 +4,9 @@ Knows integers only, like the segment table that it is made from. Every kernel o
 
     query tile   up to M = rows_per_tile rows: `slots` = M // G table rows times the G query heads of one kv head;
                  row m of the tile is slot m // G, head (kv head) * G + m % G
-    entry        PAGE, LO | HI << 16, POS0, RUN      rows LO..HI-1 of a page; the page's row r is stored at POS0 + r
+    entry        PAGE, LO | OWNER << 8 | HI << 16, POS0, RUN
+                 rows LO..HI-1 of a page; the page's row r is stored at POS0 + r. OWNER 0: for every slot that sees the
+                 run; else slot OWNER - 1 alone sees it. Where a plan has no owners LO has all 16 bits
     KV tile      `boxes` consecutive entries of one run (the last ones may be null: PAGE -1, LO = HI = 0)
     run          DELTA, VEC      VEC -1: every slot of the tile sees it at DELTA;
                                  else slot i sees it at deltas[VEC + i], and not at all where that is INVISIBLE
@@ -34,6 +36,10 @@ INVISIBLE = -(2**31)
 """A slot's delta where it does not see a run."""
 
 ENTRY_PAGE, ENTRY_ROWS, ENTRY_POS0, ENTRY_RUN = range(4)
+ENTRY_OWNER_SHIFT = 8
+NO_TAIL = (-1, 0, 1)
+"""A row of `PlanArrays.tails` where nothing grows."""
+
 RUN_DELTA, RUN_VEC = range(2)
 WORK_TILE, WORK_HEAD, WORK_BEGIN, WORK_END, WORK_PART = range(5)
 
@@ -52,10 +58,13 @@ class PlanParameters:
         boxes: entries per KV tile.
         window: keys in (p - window, p] are visible; None for no window.
         min_chunk: no (tile, head) is cut into pieces of fewer KV tiles than this, unless it is smaller itself or is
-            cut together with other tiles of its walk.
+            cut together with tiles that read the same.
         work_cost: what starting a work costs, in KV tiles.
         run_cost: what going on to another run within a work costs (q turns), in KV tiles.
         wide_cost: the cost of a KV tile at the largest height relative to one at the smallest.
+        owners: whether the kernels know entries with an owner: what is one slot's alone, and short, is then packed
+            into KV tiles with that of others. Pages have at most 255 tokens then, and tiles 254 slots. Batch-invariant
+            plans have none.
         invariant_chunk: for a batch-invariant plan the KV tiles of a part, else None. Every sequence then walks by
             itself, all that it lists in its order, and is cut at every so many KV tiles from the walk's begin: what a
             row's parts are made of, and their order, depends on what its sequence lists up to it and on nothing else
@@ -72,6 +81,7 @@ class PlanParameters:
     work_cost: int = 3
     run_cost: int = 0
     wide_cost: float = 1.15
+    owners: bool = False
     invariant_chunk: int | None = None
 
 
@@ -105,8 +115,8 @@ class PlanArrays:
         merge_indptr: int32 [J + 1].
         merge_parts: int32 [..], indices into the first axis of o_part.
         num_parts: length of the first axis of o_part [num_parts, G, D] and lse2_part [num_parts, G].
-        tails: int32 [B, 2]: per sequence the entry that its next token goes into and the number of entries, from
-            that one on, that are reserved for its growth; (-1, 0) where the plan reserves none.
+        tails: int32 [B, 3]: per sequence the entry that its next token goes into, the number of entries, with that
+            one, that are reserved for its growth, and how far they are apart; NO_TAIL where the plan reserves none.
         boxes, page_size: as planned for.
         tokens_read: tokens in the pages that the walks read (whole pages, every tile's walk counted), per kv head.
         tokens_unique: distinct tokens that the table lists.

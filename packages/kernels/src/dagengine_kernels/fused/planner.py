@@ -29,6 +29,8 @@ from dagengine_kernels.fused.spans import SpanTable, check_page_size, indptr, to
 from dagengine_kernels.segments import PAGE, SegmentTable
 
 MAX_HEIGHTS = 2
+MAX_OWNERS = 254
+MAX_OWNED_ROWS = 255
 
 
 def plan_table(
@@ -39,6 +41,7 @@ def plan_table(
     """
     check_parameters(parameters)
     check_page_size(table.page_size)
+    check_owners(parameters, table.page_size)
     check_reserve(table.q_indptr, table.extent_indptr, reserve, num_pages=table.num_pages)
     if reserve is not None:
         _check_fresh(table, reserve)
@@ -72,6 +75,7 @@ def plan_spans(
         KernelError: invalid_argument for parameters or `reserve`, invalid_segment_table for `spans`.
     """
     check_parameters(parameters)
+    check_owners(parameters, spans.page_size)
     check_reserve(spans.q_indptr, spans.span_indptr, reserve)
     native = _native()
     if native is None:
@@ -123,6 +127,7 @@ def _call(
         parameters.work_cost,
         parameters.run_cost,
         parameters.wide_cost,
+        parameters.owners,
         parameters.invariant_chunk,
     )
     pages = None
@@ -199,6 +204,19 @@ def check_parameters(parameters: PlanParameters) -> None:
         raise KernelError(INVALID_ARGUMENT, message, "invariant_chunk")
     if not parameters.wide_cost > 0:
         raise KernelError(INVALID_ARGUMENT, f"must be positive, not {parameters.wide_cost}", "wide_cost")
+
+
+def check_owners(parameters: PlanParameters, page_size: int) -> None:
+    """Raises KernelError (invalid_argument) where entries have no place for owners."""
+    if not parameters.owners:
+        return
+    slots = parameters.rows_per_tile[-1] // parameters.group
+    if slots > MAX_OWNERS:
+        message = f"tiles have at most {MAX_OWNERS} slots then, not {slots}"
+        raise KernelError(INVALID_ARGUMENT, message, "owners")
+    if page_size > MAX_OWNED_ROWS:
+        message = f"pages have at most {MAX_OWNED_ROWS} tokens then, not {page_size}"
+        raise KernelError(INVALID_ARGUMENT, message, "owners")
 
 
 def check_reserve(

@@ -15,20 +15,25 @@ Knows spans and plan parameters; not tensors, kernels or where a table came from
     tile        units that read together: the longest one, then again and again the one that has most tokens in
                 common with what the tile reads already
     group       the ranges that a tile's slots see at the same deltas: one run of the walk
+    pack        short groups of one slot each, its own tokens mostly, that are one run: their entries have owners
+    kin         query tiles that walk the same KV tiles, or begin with them: cut alike, they read these at one time
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from dagengine_kernels.fused.alone_twin import AlonePlanner
 from dagengine_kernels.fused.plan import (
+    ENTRY_OWNER_SHIFT,
     ENTRY_ROWS,
+    ENTRY_RUN,
     INVISIBLE,
+    NO_TAIL,
     PlanArrays,
     PlanClass,
     PlanParameters,
@@ -42,8 +47,17 @@ MIN_GAIN = 64
 MIN_GAIN_SHARE = 8
 """A unit joins a tile only with at least 1 / MIN_GAIN_SHARE of its tokens in common."""
 
+PACKED = 4
+"""A group of one slot is packed with those of others where its tokens are fewer than those of so many KV tiles."""
+
 Piece = tuple[int, int, int, int]
 """(track, start, stop, delta)"""
+
+Vector = tuple[int, ...]
+"""The delta at which each slot of a tile sees a run."""
+
+Part = tuple[int, int, int, int]
+"""(layer, track, start, stop)"""
 
 
 def plan_spans(
@@ -59,15 +73,15 @@ def advance(arrays: PlanArrays) -> None:
     """One token more for every sequence with a tail, in place: the definition of what kernels do on the device.
 
     HI of the tail's entry grows by 1. When the page is full the tail moves to the next reserved entry; when there
-    is none it becomes (-1, 0) and the sequence must be planned anew before its next token. The positions of the
+    is none it becomes (-1, 0, 1) and the sequence must be planned anew before its next token. The positions of the
     rows advance elsewhere.
     """
-    for sequence, (entry, room) in enumerate(arrays.tails.tolist()):
+    for sequence, (entry, room, stride) in enumerate(arrays.tails.tolist()):
         if entry < 0:
             continue
         arrays.entries[entry, ENTRY_ROWS] += 1 << 16
         if arrays.entries[entry, ENTRY_ROWS] >> 16 == arrays.page_size:
-            arrays.tails[sequence] = (entry + 1, room - 1) if room > 1 else (-1, 0)
+            arrays.tails[sequence] = (entry + stride, room - 1, stride) if room > 1 else NO_TAIL
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,7 @@ class _Tile:
         begin, end: KV tiles.
         tile_runs: run of each KV tile of the walk, from `walk_begin` on.
         visible: run -> slots that see it; None where all do.
+        walks_alone: whether no other tile has its walk.
     """
 
     height: int
@@ -112,6 +127,7 @@ class _Tile:
     walk_begin: int
     tile_runs: list[int]
     visible: dict[int, list[bool]]
+    walks_alone: bool = True
 
 
 class _Planner:
@@ -130,13 +146,15 @@ class _Planner:
         """(list, stored position of its token 0)"""
         self.tail_of: dict[int, int] = {}
         """track of a growing tail -> its sequence"""
+        self.tail_stop: dict[int, int] = {}
+        """track of a growing tail -> the end of its tokens"""
         self.units: list[_Unit] = []
         self.long: list[_Unit] = []
         self.entries: list[list[int]] = []
         self.runs: list[list[int]] = []
         self.deltas: list[int] = []
         self.tiles: list[_Tile] = []
-        self.tails = [[-1, 0] for _ in range(table.num_sequences)]
+        self.tails = [NO_TAIL] * table.num_sequences
 
     def plan(self) -> PlanArrays:
         self._find_units()
@@ -175,6 +193,7 @@ class _Planner:
                     pieces.append((track, begin, end, delta))
                 if tail < stop:
                     self.tail_of[len(self.tracks)] = b
+                    self.tail_stop[len(self.tracks)] = stop
                     pieces.append((len(self.tracks), tail, stop, delta))
                     self.tracks.append((which, base))
             if pieces:
@@ -284,31 +303,110 @@ class _Planner:
             if piece[1] in self.tail_of
         }
         tile = _Tile(height, rows, 0, 0, len(self.entries) // self.parameters.boxes, [], {})
+        packs = self._packs(groups, tails)
+        packed = {vector for pack in packs for vector in pack}
         for vector in sorted(groups, key=lambda vector: vector in tails):
-            uniform = len(set(vector)) == 1
-            run = len(self.runs)
-            self.runs.append([vector[0], -1] if uniform else [0, len(self.deltas)])
-            if not uniform:
-                padding = self.slots[height] - len(vector)
-                self.deltas += [*vector, *[INVISIBLE] * padding]
-            tile.visible[run] = [delta != INVISIBLE for delta in vector]
-            tail = tails.get(vector)
-            pieces = sorted(piece for piece in groups[vector] if piece[1] != tail)
-            merged: list[list[int]] = []
-            for layer, track, start, stop in pieces:
-                if merged and merged[-1][0] == layer and merged[-1][1] == track and merged[-1][3] == start:
-                    merged[-1][3] = stop
-                else:
-                    merged.append([layer, track, start, stop])
-            for _, track, start, stop in merged:
-                self._enter(track, start, stop, run)
-            if tail is not None:
-                ((start, stop),) = [(piece[2], piece[3]) for piece in groups[vector] if piece[1] == tail]
-                self._enter(tail, start, stop, run)
-                self._reserve(tail, stop, run)
-            self._pad(run, tile)
+            if vector not in packed:
+                run = self._begin_run(vector, tile)
+                tail = tails.get(vector)
+                self._enter_all(groups[vector], tail, run)
+                if tail is not None:
+                    self._enter_tail(groups[vector], tail, run)
+                    self._reserve(tail, run)
+                self._pad(run, tile)
+        for pack in packs:
+            self._walk_pack(pack, groups, tails, tile)
         tile.begin, tile.end = tile.walk_begin, len(self.entries) // self.parameters.boxes
         self.tiles.append(tile)
+
+    def _packs(self, groups: Mapping[Vector, Sequence[Part]], tails: Mapping[Vector, int]) -> list[list[Vector]]:
+        """Groups of one slot each that are one run together, those that grow in a pack of their own, the last one.
+
+        Of what does not grow the k-th group of each slot is in pack k.
+        """
+        if not self.parameters.owners:
+            return []
+        most = PACKED * self.parameters.boxes * self.table.page_size
+        packs: dict[int, list[Vector]] = {}
+        growing = []
+        times: dict[int, int] = {}
+        for vector, pieces in groups.items():
+            seeing = [slot for slot, delta in enumerate(vector) if delta != INVISIBLE]
+            if len(vector) == 1 or len(seeing) != 1 or sum(stop - start for _, _, start, stop in pieces) >= most:
+                continue
+            if vector in tails:
+                growing.append(vector)
+            else:
+                number = times[seeing[0]] = times.get(seeing[0], -1) + 1
+                packs.setdefault(number, []).append(vector)
+        return [pack for pack in (*packs.values(), growing) if len(pack) > 1]
+
+    def _walk_pack(
+        self,
+        pack: Sequence[Vector],
+        groups: Mapping[Vector, Sequence[Part]],
+        tails: Mapping[Vector, int],
+        tile: _Tile,
+    ) -> None:
+        """One run of groups of one slot each; every entry has its owner.
+
+        The pages of tails come behind all others, and behind them, for each further page that they grow into, one
+        entry of each: KV tiles that nothing is in yet are then as few as they can be.
+        """
+        union = tuple(max(deltas) for deltas in zip(*pack, strict=True))  # INVISIBLE is less than any delta
+        run = self._begin_run(union, tile)
+        owners = [next(slot for slot, delta in enumerate(vector) if delta != INVISIBLE) for vector in pack]
+        for vector, owner in zip(pack, owners, strict=True):
+            first = len(self.entries)
+            self._enter_all(groups[vector], tails.get(vector), run)
+            self._own(first, owner)
+        if pack[0] in tails:
+            assert self.reserve is not None
+            first = len(self.entries)
+            for vector, owner in zip(pack, owners, strict=True):
+                self._enter_tail(groups[vector], tails[vector], run)
+                self._own(len(self.entries) - 1, owner)
+            reserved = [self._reserved(tails[vector], run) for vector in pack]
+            for at in range(max(map(len, reserved))):
+                for entries, owner in zip(reserved, owners, strict=True):
+                    self.entries.append(entries[at] if at < len(entries) else [-1, 0, 0, run])
+                    if at < len(entries):
+                        self._own(len(self.entries) - 1, owner)
+            for place, vector in enumerate(pack):
+                self._grow(tails[vector], first + place, len(reserved[place]), len(pack))
+        self._pad(run, tile)
+
+    def _begin_run(self, vector: Vector, tile: _Tile) -> int:
+        """A new run, which the slots of a tile see at these deltas."""
+        run = len(self.runs)
+        uniform = len(set(vector)) == 1
+        self.runs.append([vector[0], -1] if uniform else [0, len(self.deltas)])
+        if not uniform:
+            padding = self.slots[tile.height] - len(vector)
+            self.deltas += [*vector, *[INVISIBLE] * padding]
+        tile.visible[run] = [delta != INVISIBLE for delta in vector]
+        return run
+
+    def _enter_all(self, parts: Sequence[Part], tail: int | None, run: int) -> None:
+        """All parts of a group but that of its tail, neighbours as one."""
+        merged: list[list[int]] = []
+        for layer, track, start, stop in sorted(part for part in parts if part[1] != tail):
+            if merged and merged[-1][0] == layer and merged[-1][1] == track and merged[-1][3] == start:
+                merged[-1][3] = stop
+            else:
+                merged.append([layer, track, start, stop])
+        for _, track, start, stop in merged:
+            self._enter(track, start, stop, run)
+
+    def _enter_tail(self, parts: Sequence[Part], tail: int, run: int) -> None:
+        """The last page of a sequence that grows."""
+        ((start, stop),) = [(part[2], part[3]) for part in parts if part[1] == tail]
+        self._enter(tail, start, stop, run)
+
+    def _own(self, first: int, owner: int) -> None:
+        """The entries from `first` on are of one slot alone."""
+        for entry in self.entries[first:]:
+            entry[ENTRY_ROWS] |= owner + 1 << ENTRY_OWNER_SHIFT
 
     def _vectors(self, part: _Range, slot_of: dict[int, range], slots: int) -> list[tuple[int, ...]]:
         """Deltas of the slots in each layer: the k-th time that a unit sees the range is in layer k."""
@@ -332,19 +430,29 @@ class _Planner:
             lo, hi = max(start - at, 0), min(stop - at, size)
             self.entries.append([self.pages[which][index], lo | hi << 16, base + at, run])
 
-    def _reserve(self, track: int, stop: int, run: int) -> None:
-        """The entries that a tail grows into, behind the one of its last page."""
+    def _reserved(self, track: int, run: int) -> list[list[int]]:
+        """The entries that a tail grows into when its last page, which was just entered, is full."""
         assert self.reserve is not None
-        size = self.table.page_size
-        sequence, (_, base) = self.tail_of[track], self.tracks[track]
-        last = len(self.entries) - 1
+        size, base = self.table.page_size, self.tracks[track][1]
+        stop = self.tail_stop[track]
         next_page = (stop - 1) // size + 1
-        for i, page in enumerate(self.reserve[sequence]):
-            self.entries.append([page, 0, base + (next_page + i) * size, run])
-        full = stop % size == 0
-        room = len(self.entries) - last - full
+        return [
+            [page, 0, base + (next_page + i) * size, run]
+            for i, page in enumerate(self.reserve[self.tail_of[track]])
+        ]
+
+    def _reserve(self, track: int, run: int) -> None:
+        """The entries that a tail grows into, behind the one of its last page."""
+        last, reserved = len(self.entries) - 1, self._reserved(track, run)
+        self.entries += reserved
+        self._grow(track, last, len(reserved), 1)
+
+    def _grow(self, track: int, last: int, reserved: int, stride: int) -> None:
+        """Note where a tail grows, whose last page is in entry `last`, and the next ones `stride` apart behind it."""
+        full = self.tail_stop[track] % self.table.page_size == 0
+        room = 1 + reserved - full
         if room:
-            self.tails[sequence] = [last + full, room]
+            self.tails[self.tail_of[track]] = (last + full * stride, room, stride)
 
     def _pad(self, run: int, tile: _Tile) -> None:
         boxes = self.parameters.boxes
@@ -397,7 +505,9 @@ class _Planner:
             height = 0 if len(rows) <= self.slots[0] else len(self.slots) - 1
             visible = {run: [True] * len(rows) for run in set(shared.tile_runs)}
             if begin < end:
-                self.tiles.append(_Tile(height, rows, begin, end, walk_begin, shared.tile_runs, visible))
+                self.tiles.append(
+                    _Tile(height, rows, begin, end, walk_begin, shared.tile_runs, visible, walks_alone=False)
+                )
 
     def _trim(self, begin: int, first: int, last: int) -> tuple[int, int]:
         """KV tiles from `begin` on without those in front and behind that no row at first .. last sees."""
@@ -426,9 +536,7 @@ class _Planner:
                 continue
             lengths = [tile.end - tile.begin for tile in tiles for _ in range(heads)]
             turns = [self._turns(tile, tile.begin, tile.end) for tile in tiles for _ in range(heads)]
-            groups = [
-                list(group) for _, group in groupby(range(len(tiles)), key=lambda i: tiles[i].walk_begin)
-            ]
+            groups = self._kin(tiles)
             pieces, work_indptr = self._share(tiles, groups, lengths, turns, parameters.workers[height])
             works = []
             for item, begin, end in pieces:
@@ -466,7 +574,7 @@ class _Planner:
             merge_indptr=indptr([len(listed) for _, listed in merged]),
             merge_parts=np.array([part for _, listed in merged for part in listed], np.int32),
             num_parts=num_parts,
-            tails=_ints(self.tails, 2),
+            tails=_ints(self.tails, 3),
             boxes=parameters.boxes,
             page_size=self.table.page_size,
             tokens_read=self._tokens_read(),
@@ -481,12 +589,12 @@ class _Planner:
         turns: Sequence[Sequence[int]],
         workers: int,
     ) -> Works:
-        """Items (tile * heads + head) among the workers; `groups`: the tiles of each walk.
+        """Items (tile * heads + head) among the workers; `groups`: the query tiles that are kin.
 
-        What is walked by one query tile alone is cut into equal shares, one after another. Query tiles of one walk
-        (the chunks of a sequence) should read the same KV tiles at the same time, so that these come from memory
-        once: where there are enough of them they are dealt whole (the longest first; one head after another where
-        each worker gets many); else all tiles of a walk are cut alike. Neither where that would be much less even.
+        What is walked by one query tile alone is cut into equal shares, one after another. Query tiles that are kin
+        should read the same KV tiles at the same time, so that these come from memory once: where there are enough
+        of them they are dealt whole (the longest first; one head after another where each worker gets many); else
+        all that are kin are cut alike. Neither where that would be much less even.
         """
         heads, chunk, cost = (
             self.parameters.num_kv_heads,
@@ -516,15 +624,40 @@ class _Planner:
                 return alike
         return streamed
 
+    def _kin(self, tiles: Sequence[_Tile]) -> list[list[int]]:
+        """The query tiles, in order, by what they read: the chunks of a sequence, and those, one behind the other,
+        of which each begins its walk as the first of them does, for at least half of the longer one."""
+        groups: list[list[int]] = []
+        for number, tile in enumerate(tiles):
+            first = tiles[groups[-1][0]] if groups else None
+            if first is not None and (
+                tile.walk_begin == first.walk_begin
+                or (first.walks_alone and tile.walks_alone and self._begins_as(tile, first))
+            ):
+                groups[-1].append(number)
+            else:
+                groups.append([number])
+        return groups
+
+    def _begins_as(self, tile: _Tile, other: _Tile) -> bool:
+        boxes = self.parameters.boxes
+        half = (max(tile.end - tile.begin, other.end - other.begin) + 1) // 2
+        return half <= min(tile.end - tile.begin, other.end - other.begin) and all(
+            self.entries[tile.begin * boxes + i][:ENTRY_RUN] == self.entries[other.begin * boxes + i][:ENTRY_RUN]
+            for i in range(half * boxes)
+        )
+
     def _alike(self, tiles: Sequence[_Tile], groups: Sequence[Sequence[int]], workers: int) -> Works:
         """The walk of each group cut among teams of as many workers as the group has tiles."""
         heads, width = self.parameters.num_kv_heads, len(groups[0])
-        firsts = [min(tiles[i].begin for i in group) for group in groups]
-        ends = [max(tiles[i].end for i in group) for group in groups]
+        firsts = [min(tiles[i].begin - tiles[i].walk_begin for i in group) for group in groups]
+        ends = [max(tiles[i].end - tiles[i].walk_begin for i in group) for group in groups]
         walked, turns = [], []
         for group, first, end in zip(groups, firsts, ends, strict=True):
+            longest = max((tiles[i] for i in group), key=lambda tile: tile.end - tile.walk_begin)
+            begin = longest.walk_begin
             walked += [end - first] * heads
-            turns += [self._turns(tiles[group[0]], first, end)] * heads
+            turns += [self._turns(longest, begin + first, begin + end)] * heads
         teams = workers // width
         pieces, indptr = cut(walked, teams, self.parameters.min_chunk, self.parameters.work_cost, turns)
         works, counts = [], [0]
@@ -532,7 +665,7 @@ class _Planner:
             for member in range(width):
                 for item, begin, end in pieces[indptr[team] : indptr[team + 1]]:
                     which = groups[item // heads][member]
-                    tile, first = tiles[which], firsts[item // heads]
+                    tile, first = tiles[which], firsts[item // heads] + tiles[which].walk_begin
                     low, high = max(first + begin, tile.begin), min(first + end, tile.end)
                     if low < high:
                         works.append((which * heads + item % heads, low - tile.begin, high - tile.begin))
@@ -547,7 +680,7 @@ class _Planner:
 
     def _tokens_read(self) -> int:
         boxes = self.parameters.boxes
-        read = [page >= 0 and rows != 0 for page, rows, _, _ in self.entries]
+        read = [rows >> 16 > 0 for _, rows, _, _ in self.entries]
         total = sum(sum(read[tile.begin * boxes : tile.end * boxes]) for tile in self.tiles)
         return total * self.table.page_size
 

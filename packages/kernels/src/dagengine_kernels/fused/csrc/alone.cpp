@@ -29,7 +29,7 @@ class Alone {
     }
 
     Plan plan() {
-        out.tails.assign(batch.sequences, Tail{-1, 0});
+        out.tails.assign(batch.sequences, NO_TAIL);
         for (int64_t b = 0; b < batch.sequences; ++b)
             if (batch.q_indptr[b] < batch.q_indptr[b + 1] && batch.span_indptr[b] < batch.span_indptr[b + 1]) walk(b);
         parts.resize(batch.rows * parameters.heads);
@@ -135,7 +135,7 @@ class Alone {
         }
         const int32_t full = entry.rows >> 16 == batch.page_size;
         const int32_t room = static_cast<int32_t>(out.entries.size()) - last - full;
-        if (room) out.tails[b] = {last + full, room};
+        if (room) out.tails[b] = {last + full, room, 1};
     }
 
     // The first and the last view position in a KV tile; of one that is reserved, nothing that is looked at.

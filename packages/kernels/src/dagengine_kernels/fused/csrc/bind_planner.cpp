@@ -35,7 +35,7 @@ py::tuple give_plan(Plan&& made) {
                                       give(one.work_indptr, owner)));
     return py::make_tuple(give(plan->entries, owner, 4), give(plan->runs, owner, 2), give(plan->deltas, owner), classes,
                           give(plan->merge_rows, owner), give(plan->merge_indptr, owner),
-                          give(plan->merge_parts, owner), plan->num_parts, give(plan->tails, owner, 2),
+                          give(plan->merge_parts, owner), plan->num_parts, give(plan->tails, owner, 3),
                           plan->tokens_read, plan->tokens_unique);
 }
 
@@ -51,7 +51,8 @@ Parameters read_parameters(const py::tuple& given) {
     parameters.work_cost = given[7].cast<int64_t>();
     parameters.run_cost = given[8].cast<int64_t>();
     parameters.wide_cost = given[9].cast<double>();
-    parameters.invariant_chunk = given[10].is_none() ? 0 : given[10].cast<int64_t>();
+    parameters.owners = given[10].cast<bool>();
+    parameters.invariant_chunk = given[11].is_none() ? 0 : given[11].cast<int64_t>();
     return parameters;
 }
 

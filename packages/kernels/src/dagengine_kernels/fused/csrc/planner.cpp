@@ -1,4 +1,4 @@
-// Spans -> a plan. planner_twin.py explains each step (units, tracks, ranges, tiles, groups, shares) and gives the
+// Spans -> a plan. planner_twin.py explains each step (units, tracks, ranges, tiles, groups, packs, shares) and gives the
 // same arrays; what is done differently here is only how it is found.
 #include "planner.h"
 
@@ -30,6 +30,8 @@ struct Cut {
     int32_t mask;  // into cut_masks: the slots that see something there; -1: all of them
 };
 
+constexpr int64_t PACKED = 4;  // as in planner_twin.py
+
 int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
 
 // Plans one batch after another; its vectors keep their memory from one to the next.
@@ -48,7 +50,7 @@ class Planner {
         out.entries.reserve(usual_entries);
         out.runs.reserve(usual_runs);
         out.deltas.reserve(usual_deltas);
-        out.tails.assign(batch.sequences, Tail{-1, 0});
+        out.tails.assign(batch.sequences, NO_TAIL);
         in.find(batch, parameters.window, reserve, slots.back());
         clusters.begin(in, slots.front());
         sights.begin(in, slots.back());
@@ -80,6 +82,11 @@ class Planner {
 
     Buffer<Stretch> sorted;
     Ints next, order, distinct, tile_units;
+    std::vector<Ints> packs;  // groups; the last ones may be left of a tile before
+    size_t num_packs = 0;
+    Ints owners;              // of each group the slot that sees it where it is packed, else -1
+    Ints times;               // groups of each slot that are in packs so far
+    Ints union_of_pack;       // deltas
     std::vector<Item> items;
     std::vector<int64_t> turns;  // cost of the changes of run up to each KV tile
     std::vector<int64_t> flat;   // no such costs
@@ -152,13 +159,15 @@ class Planner {
         const auto& groups = sights.groups;
         const auto& stretches = sights.stretches;
         auto run = static_cast<int32_t>(out.runs.size());
-        out.runs.resize(run + groups.size());
-        mask_of_run.resize(out.runs.size());
         sort_stretches();
+        const size_t packed = find_packs(tile);
+        out.runs.resize(run + groups.size() - packed + num_packs);
+        mask_of_run.resize(out.runs.size());
         // Groups with a tail go last.
         for (int tail = 0; tail < (reserve.indptr ? 2 : 1); ++tail)
             for (const Group& group : groups) {
                 if ((group.tail >= 0) != (tail == 1)) continue;
+                if (packed && owners[&group - groups.data()] >= 0) continue;
                 out.runs[run] = run_of(sights.vector_of(group), tile);
                 mask_of_run[run] = sights.mask_of(group);
                 if (group.count == 1 && !tail) {
@@ -170,6 +179,105 @@ class Planner {
                 pad(run);
                 ++run;
             }
+        for (size_t pack = 0; pack < num_packs; ++pack) write_pack(packs[pack], run++, tile);
+    }
+
+    // Which groups of one slot are packed (`owners`), and with which others (`packs`); returns how many.
+    size_t find_packs(const Tile& tile) {
+        num_packs = 0;
+        if (!parameters.owners || tile.num_rows == 1) return 0;
+        const auto& groups = sights.groups;
+        const int64_t most = PACKED * parameters.boxes * batch.page_size;
+        owners.assign(groups.size(), -1);
+        times.assign(tile.num_rows, 0);
+        size_t found = 0;
+        bool grows = false;
+        for (int32_t g = 0; g < static_cast<int32_t>(groups.size()); ++g) {
+            const int32_t slot = sights.only_slot(groups[g]);
+            if (slot < 0 || tokens_of(groups[g]) >= most) continue;
+            owners[g] = slot;
+            ++found;
+            if (groups[g].tail >= 0)
+                grows = true;
+            else
+                pack_at(times[slot]++).push_back(g);
+        }
+        if (grows) {
+            Ints& last = pack_at(num_packs);
+            for (int32_t g = 0; g < static_cast<int32_t>(groups.size()); ++g)
+                if (owners[g] >= 0 && groups[g].tail >= 0) last.push_back(g);
+        }
+        size_t kept = 0;
+        for (size_t pack = 0; pack < num_packs; ++pack) {
+            if (packs[pack].size() == 1) {
+                owners[packs[pack][0]] = -1;
+                --found;
+            } else if (kept++ != pack) {
+                std::swap(packs[kept - 1], packs[pack]);
+            }
+        }
+        num_packs = kept;
+        return found;
+    }
+
+    Ints& pack_at(size_t number) {
+        if (number == packs.size()) packs.emplace_back();
+        if (number == num_packs) packs[num_packs++].clear();
+        return packs[number];
+    }
+
+    int64_t tokens_of(const Group& group) {
+        const Stretch* stretch = stretches_of(group);
+        int64_t tokens = 0;
+        for (int32_t i = 0; i < group.count; ++i, ++stretch) tokens += stretch->stop - stretch->start;
+        return tokens;
+    }
+
+    // The pages of tails come behind all others, and behind them, for each page to grow into, one entry of each.
+    void write_pack(const Ints& pack, int32_t run, Tile& tile) {
+        const auto& groups = sights.groups;
+        union_of_pack.assign(tile.num_rows, INVISIBLE);
+        mask_of_run[run] = sights.add_mask();
+        for (int32_t g : pack) {
+            union_of_pack[owners[g]] = sights.vector_of(groups[g])[owners[g]];
+            sights.see(mask_of_run[run], owners[g]);
+        }
+        out.runs[run] = run_of(union_of_pack.data(), tile);
+        for (int32_t g : pack) {
+            const size_t first = out.entries.size();
+            tile.read += enter_parts(groups[g], run);
+            own(first, owners[g]);
+        }
+        if (groups[pack[0]].tail >= 0) {
+            const auto first = static_cast<int32_t>(out.entries.size());
+            const auto width = static_cast<int32_t>(pack.size());
+            int32_t longest = 0;
+            for (int32_t g : pack) {
+                const Stretch& tail = sights.stretches[groups[g].tail];
+                tile.read += enter(tail.track, tail.start, tail.stop, run);
+                own(out.entries.size() - 1, owners[g]);
+                longest = std::max(longest, reserved_for(tail.track));
+            }
+            for (int32_t at = 0; at < longest; ++at)
+                for (int32_t g : pack) {
+                    const Stretch& tail = sights.stretches[groups[g].tail];
+                    if (at >= reserved_for(tail.track)) {
+                        out.entries.push_back({-1, 0, 0, run});
+                        continue;
+                    }
+                    out.entries.push_back(reserved(tail.track, tail.stop, at, run));
+                    own(out.entries.size() - 1, owners[g]);
+                }
+            for (int32_t place = 0; place < width; ++place) {
+                const Stretch& tail = sights.stretches[groups[pack[place]].tail];
+                grow(tail.track, tail.stop, first + place, width);
+            }
+        }
+        pad(run);
+    }
+
+    void own(size_t first, int32_t owner) {
+        for (size_t i = first; i < out.entries.size(); ++i) out.entries[i].rows |= (owner + 1) << OWNER_SHIFT;
     }
 
     // Brings the stretches of each group that has several together.
@@ -186,12 +294,29 @@ class Planner {
         for (const Stretch& stretch : sights.stretches) sorted[next[stretch.group]++] = stretch;
     }
 
+    // The stretches of a group, together; sort_stretches came before.
+    Stretch* stretches_of(const Group& group) {
+        if (sights.groups.size() == sights.stretches.size()) return sights.stretches.data() + group.first;
+        return sorted.data() + next[&group - sights.groups.data()] - group.count;
+    }
+
     int64_t enter_group(const Group& group, int32_t run) {
+        int64_t read = enter_parts(group, run);
+        if (group.tail >= 0) {
+            const Stretch& tail = sights.stretches[group.tail];
+            read += enter(tail.track, tail.start, tail.stop, run);
+            enter_reserve(tail.track, tail.stop, run);
+        }
+        return read;
+    }
+
+    // All of a group but its tail, neighbours as one; returns how many pages that are.
+    int64_t enter_parts(const Group& group, int32_t run) {
         int64_t read = 0;
         const Stretch* const tail = group.tail >= 0 ? &sights.stretches[group.tail] : nullptr;
-        if (group.count > 1) {
-            Stretch* const end = sorted.data() + next[&group - sights.groups.data()];
-            Stretch* const begin = end - group.count;
+        if (group.count > 1 || !tail) {
+            Stretch* const begin = stretches_of(group);
+            Stretch* const end = begin + group.count;
             auto before = [](const Stretch& a, const Stretch& b) {
                 return std::tie(a.layer, a.track, a.start) < std::tie(b.layer, b.track, b.start);
             };
@@ -209,10 +334,6 @@ class Planner {
                 stop = stretch->stop;
             }
             if (open) read += enter(open->track, open->start, stop, run);
-        }
-        if (tail) {
-            read += enter(tail->track, tail->start, tail->stop, run);
-            enter_reserve(tail->track, tail->stop, run);
         }
         return read;
     }
@@ -251,16 +372,30 @@ class Planner {
         return count;
     }
 
+    // How many pages a tail grows into when its last one is full.
+    int32_t reserved_for(int32_t track) const {
+        const int64_t sequence = in.tracks[track].tail_of;
+        return reserve.indptr[sequence + 1] - reserve.indptr[sequence];
+    }
+
+    // The entry of the number-th of them.
+    Entry reserved(int32_t track, int64_t stop, int32_t number, int32_t run) const {
+        const int64_t size = batch.page_size, at = ((stop - 1) / size + 1 + number) * size;
+        const int32_t page = reserve.pages[reserve.indptr[in.tracks[track].tail_of] + number];
+        return {page, 0, static_cast<int32_t>(in.tracks[track].base + at), run};
+    }
+
     // The entries that a tail grows into, behind the one of its last page.
     void enter_reserve(int32_t track, int64_t stop, int32_t run) {
-        const int64_t size = batch.page_size, sequence = in.tracks[track].tail_of;
         const auto last = static_cast<int32_t>(out.entries.size()) - 1;
-        int64_t at = (stop - 1) / size * size + size;
-        for (int32_t i = reserve.indptr[sequence]; i < reserve.indptr[sequence + 1]; ++i, at += size)
-            out.entries.push_back({reserve.pages[i], 0, static_cast<int32_t>(in.tracks[track].base + at), run});
-        const int32_t full = stop % size == 0;
-        const int32_t room = static_cast<int32_t>(out.entries.size()) - last - full;
-        if (room) out.tails[sequence] = {last + full, room};
+        for (int32_t i = 0; i < reserved_for(track); ++i) out.entries.push_back(reserved(track, stop, i, run));
+        grow(track, stop, last, 1);
+    }
+
+    // Notes where a tail grows, whose last page is in entry `last`, and the next ones `stride` apart behind it.
+    void grow(int32_t track, int64_t stop, int32_t last, int32_t stride) {
+        const int32_t full = stop % batch.page_size == 0, room = 1 + reserved_for(track) - full;
+        if (room) out.tails[in.tracks[track].tail_of] = {last + full * stride, room, stride};
     }
 
     // Ends a run: fills its last KV tile.
@@ -358,10 +493,14 @@ class Planner {
         for (size_t height = 0; height < slots.size(); ++height) {
             order.clear();
             items.clear();
+            size_t kin = 0;  // the first of the tiles that read what this one reads
             for (size_t t = 0; t < tiles.size(); ++t) {
                 if (tiles[t].height != static_cast<int32_t>(height)) continue;
                 order.push_back(static_cast<int32_t>(t));
-                items.resize(items.size() + heads, Item{tiles[t].begin, tiles[t].end, tiles[t].walk});
+                const Tile* const first = order.size() > 1 ? &tiles[kin] : nullptr;
+                if (!first || !are_kin(tiles[t], *first)) kin = t;
+                items.resize(items.size() + heads,
+                             Item{tiles[t].begin, tiles[t].end, tiles[t].walk, static_cast<int64_t>(kin)});
             }
             if (order.empty()) continue;
             Class one{parameters.heights[height], slots[height], {}, {}, {}};
@@ -390,6 +529,20 @@ class Planner {
         }
         merge(items_of_tiles);
         for (const Tile& tile : tiles) out.tokens_read += tile.read * batch.page_size;
+    }
+
+    // Whether two tiles walk the same KV tiles, or begin with them for at least half of the longer walk.
+    bool are_kin(const Tile& one, const Tile& other) const {
+        if (one.walk == other.walk) return true;
+        if (!one.masked || !other.masked) return false;  // chunks of a sequence
+        const int64_t length = one.end - one.begin, others = other.end - other.begin;
+        const int64_t half = (std::max(length, others) + 1) / 2;
+        if (half > std::min(length, others)) return false;
+        const Entry* const mine = out.entries.data() + one.begin * parameters.boxes;
+        const Entry* const theirs = out.entries.data() + other.begin * parameters.boxes;
+        return std::equal(mine, mine + half * parameters.boxes, theirs, [](const Entry& a, const Entry& b) {
+            return a.page == b.page && a.rows == b.rows && a.pos0 == b.pos0;
+        });
     }
 
     // What the changes of run up to each KV tile cost.

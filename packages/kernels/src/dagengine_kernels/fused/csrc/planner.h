@@ -29,8 +29,11 @@ struct Work {
 };
 
 struct Tail {
-    int32_t entry, room;
+    int32_t entry, room, stride;
 };
+
+constexpr Tail NO_TAIL{-1, 0, 1};
+constexpr int32_t OWNER_SHIFT = 8;  // of an entry's rows
 
 // A batch: the arrays of SpanTable (fused/spans.py), which outlive the planning.
 struct Batch {
@@ -66,6 +69,7 @@ struct Parameters {
     int64_t window;  // 0: none
     int64_t min_chunk, work_cost, run_cost;
     double wide_cost;
+    bool owners;
     int64_t invariant_chunk;  // 0: not batch-invariant
 };
 
@@ -110,6 +114,7 @@ bool find_spans(const int32_t* extent_indptr, int64_t sequences, const Extent* e
 struct Item {
     int64_t begin, end;
     int64_t walk;  // where the walk begins that it is of
+    int64_t kin;   // that of the first item that reads what it reads
 };
 
 // A stretch of an item, from its begin on.

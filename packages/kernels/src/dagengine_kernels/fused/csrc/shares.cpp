@@ -160,10 +160,10 @@ void deal(const std::vector<Item>& items, const int64_t* turns, int64_t heads, i
 void share(const std::vector<Item>& items, const int64_t* turns, int64_t heads, int64_t workers,
            const Parameters& parameters, Buffer<Piece>& pieces, Ints& indptr) {
     const int64_t chunk = parameters.min_chunk, cost = parameters.work_cost;
-    std::vector<int64_t> groups;  // the first tile of each walk, and the end
+    std::vector<int64_t> groups;  // the first of the tiles that are kin, and the end
     const int64_t tiles = static_cast<int64_t>(items.size()) / heads;
     for (int64_t tile = 0; tile < tiles; ++tile)
-        if (!tile || items[tile * heads].walk != items[(tile - 1) * heads].walk) groups.push_back(tile);
+        if (!tile || items[tile * heads].kin != items[(tile - 1) * heads].kin) groups.push_back(tile);
     groups.push_back(tiles);
     const int64_t number = static_cast<int64_t>(groups.size()) - 1, width = groups[1] - groups[0];
     bool alike = true;
@@ -182,13 +182,16 @@ void share(const std::vector<Item>& items, const int64_t* turns, int64_t heads, 
     }
     if (!alike || width > workers) return;
 
-    std::vector<Item> walked;  // from the first to the last KV tile that a tile of the group sees
+    std::vector<Item> walked;  // the longest walk of a group, from the first to the last KV tile that one of it sees
     for (int64_t g = 0; g < number; ++g) {
         Item one = items[groups[g] * heads];
+        int64_t first = one.begin - one.walk;
         for (int64_t tile = groups[g]; tile < groups[g + 1]; ++tile) {
-            one.begin = std::min(one.begin, items[tile * heads].begin);
-            one.end = std::max(one.end, items[tile * heads].end);
+            const Item& other = items[tile * heads];
+            first = std::min(first, other.begin - other.walk);
+            if (other.end - other.walk > one.end - one.walk) one = other;
         }
+        one.begin = one.walk + first;
         walked.resize(walked.size() + heads, one);
     }
     const int64_t teams = workers / width;
@@ -202,7 +205,8 @@ void share(const std::vector<Item>& items, const int64_t* turns, int64_t heads, 
             for (int32_t i = cut_indptr[team]; i < cut_indptr[team + 1]; ++i) {
                 const int64_t tile = groups[cuts[i].item / heads] + member, head = cuts[i].item % heads;
                 const Item& mine = items[tile * heads];
-                const int64_t skipped = mine.begin - walked[cuts[i].item].begin;
+                const Item& all = walked[cuts[i].item];
+                const int64_t skipped = mine.begin - mine.walk - (all.begin - all.walk);
                 const int64_t low = std::max<int64_t>(cuts[i].begin - skipped, 0);
                 const int64_t high = std::min(cuts[i].end - skipped, mine.end - mine.begin);
                 if (low < high)

@@ -36,6 +36,12 @@ struct Group {
 };
 
 // Found for one tile after another; the vectors keep their memory from one to the next.
+inline int32_t trailing_zeros(uint64_t word) {
+    int32_t zeros = 0;
+    while (!(word >> zeros & 1)) ++zeros;
+    return zeros;
+}
+
 class Sights {
   public:
     int64_t words = 0;       // 64-bit words of a mask of slots
@@ -76,6 +82,27 @@ class Sights {
         masks.resize(int64_t{before + count} * words);
         group();
     }
+
+    // The slot that a group is seen by where it is one alone, else -1.
+    int32_t only_slot(const Group& group) const {
+        const uint64_t* const mask = masks.data() + mask_of(group);
+        int32_t slot = -1;
+        for (int64_t word = 0; word < words; ++word) {
+            if (!mask[word]) continue;
+            if (slot >= 0 || mask[word] & (mask[word] - 1)) return -1;
+            slot = static_cast<int32_t>(word * 64) + trailing_zeros(mask[word]);
+        }
+        return slot;
+    }
+
+    // A mask of no slots, and one more slot in it.
+    int64_t add_mask() {
+        const int64_t at = int64_t{before + count++} * words;
+        masks.resize(at + words);
+        std::fill_n(masks.data() + at, words, uint64_t{0});
+        return at;
+    }
+    void see(int64_t mask, int32_t slot) { masks[mask + slot / 64] |= uint64_t{1} << slot % 64; }
 
     const int32_t* vector_of(const Group& group) const { return vectors.data() + group.sight * width; }
     int64_t mask_of(const Group& group) const { return int64_t{before + group.sight} * words; }

@@ -39,13 +39,13 @@ def advance(
 
     Args:
         entries: int32 [E, 4].
-        tails: int32 [B, 2]; those of -1 are passed over.
+        tails: int32 [B, 3], as `PlanArrays.tails`.
         step: int32 [1], what attention adds to the rows' positions.
         stream: a CUDA stream handle, the current one by default.
         pdl: may be started before the kernel before it in the stream has ended.
     Raises: KernelError (invalid_argument).
     """
-    for field, tensor, columns in (("entries", entries, 4), ("tails", tails, 2)):
+    for field, tensor, columns in (("entries", entries, 4), ("tails", tails, 3)):
         if tensor.dtype != torch.int32 or tensor.shape[1:] != (columns,) or not tensor.is_contiguous():
             raise KernelError(INVALID_ARGUMENT, f"must be contiguous int32 [.., {columns}]", field)
     if step.dtype != torch.int32 or step.numel() != 1:

@@ -151,7 +151,7 @@ class Launches:
     Attributes:
         attend: a launch by tile height, and its parameters between `lse2_out` and `sinks` and behind these.
         merge: None where no row was cut.
-        tails: int32 [B or more, 2].
+        tails: int32 [B or more, 3].
         step: int32 [1].
         rotary: what the parameters hold the address of.
     """
@@ -237,6 +237,7 @@ class CudaExecutor(Executor):
             min_chunk=max(1, 64 // keys),
             work_cost=256 // keys,
             run_cost=1,
+            owners=not self.batch_invariant,
             invariant_chunk=INVARIANT_CHUNK_KEYS // keys if self.batch_invariant else None,
         )
 
@@ -338,7 +339,7 @@ class CudaExecutor(Executor):
         if plan.slot is not None:
             prepare(device.index)
         return Launches(
-            tuple(attend), merge, slot.ints("tails", 2 * tails).view(-1, 2), slot.ints("step", 1), rotary
+            tuple(attend), merge, slot.ints("tails", 3 * tails).view(-1, 3), slot.ints("step", 1), rotary
         )
 
     def temp_bytes(self, plan: FusedPlan) -> int:
@@ -422,7 +423,7 @@ def _lists(plan: FusedPlan, merge_rows: int, tails: int) -> dict[str, Listed]:
     arrays = plan.arrays
     lists: dict[str, Listed] = {
         "step": (_ZERO, 1),
-        "tails": (arrays.tails, 2 * tails),
+        "tails": (arrays.tails, 3 * tails),
         "merge_rows": (arrays.merge_rows, merge_rows),
         "merge_indptr": (arrays.merge_indptr, merge_rows + 1),
     }

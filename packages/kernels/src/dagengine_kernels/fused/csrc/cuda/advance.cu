@@ -4,8 +4,8 @@
 #include "vectors.cuh"
 
 struct Params {
-    int* entries;        // [E, 4] PAGE, LO | HI << 16, POS0, RUN
-    int* tails;          // [B, 2] entry of the next token, entries reserved from it on; -1: none
+    int* entries;        // [E, 4] PAGE, LO | OWNER << 8 | HI << 16, POS0, RUN
+    int* tails;          // [B, 3] entry of the next token, entries reserved with it, how far they are apart; -1: none
     int* step;           // [1]
     int num_sequences, page_size;
 };
@@ -16,12 +16,14 @@ extern "C" __global__ void advance(const __grid_constant__ Params p) {
     const int b = blockIdx.x * blockDim.x + threadIdx.x;
     if (b == 0) *p.step += 1;
     if (b >= p.num_sequences) return;
-    const int entry = p.tails[2 * b], room = p.tails[2 * b + 1];
+    int* const tail = p.tails + 3 * b;
+    const int entry = tail[0], room = tail[1];
     if (entry < 0) return;
     const int rows = p.entries[4 * entry + 1] + (1 << 16);
     p.entries[4 * entry + 1] = rows;
     if (rows >> 16 == p.page_size) {
-        p.tails[2 * b] = room > 1 ? entry + 1 : -1;
-        p.tails[2 * b + 1] = room > 1 ? room - 1 : 0;
+        tail[0] = room > 1 ? entry + tail[2] : -1;
+        tail[1] = room > 1 ? room - 1 : 0;
+        if (room <= 1) tail[2] = 1;
     }
 }

@@ -2,7 +2,8 @@
 //
 // A stream is one worker: a producer warp walks the worker's works and brings KV tiles from their pages by TMA into two
 // rings (K and V); each consumer warpgroup keeps 64 rows of the query tile (turned q in registers, m, l, O) and walks the
-// same tiles. q is turned at p - delta whenever a tile belongs to another run than the one before it.
+// same tiles. q is turned at p - delta whenever a tile belongs to another run than the one before it. A warp takes part in a
+// tile of which it sees nothing, or whose boxes are all other slots', in the products only, with weights of 0.
 //
 // A kernel launched to overlap the one before it waits for that one's end before it reads anything or, where the plan is
 // settled, before it reads q and the tiles that may hold rows of this step: those that reach a position of the query tile.
@@ -32,7 +33,7 @@ constexpr int O_REGS = D / 2;
 constexpr int STEPS_D = D / 16;
 constexpr int STEPS_K = KEYS / 16;
 constexpr int INVISIBLE = -2147483647 - 1;
-constexpr int LAST = 1, PARTIAL = 2, CHANGES = 4;   // CHANGES: the next tile of the work belongs to another run
+constexpr int LAST = 1, PARTIAL = 2, CHANGES = 4, OWNED = 8;   // CHANGES: the next tile of the work is of another run
 constexpr float NOTHING = -1e30f;                 // m of a row that has seen nothing
 constexpr float SLACK = 8.f;                     // weights reach 2^SLACK before the row is scaled anew
 
@@ -63,8 +64,18 @@ struct Params {
     int settled;               // what is read was complete before, but for q and the rows at the positions of the queries
 };
 
-struct alignas(16) Header { int flags, pos_max, pos_min, run, next_run, padding[3]; };   // of a KV tile; stored positions
-struct Box { int rows, pos0; };                        // LO | HI << 16, stored position of row 0
+// Of a KV tile: stored positions, and the first and the last slot that sees something of it.
+struct alignas(16) Header { int flags, pos_max, pos_min, run, next_run, first_slot, last_slot, padding; };
+
+struct Box {
+    int rows, pos0;   // LO | OWNER << 8 | HI << 16, stored position of row 0
+    __device__ __forceinline__ int lo() const { return rows & 0xFF; }
+    __device__ __forceinline__ int hi() const { return (u32)rows >> 16; }
+    __device__ __forceinline__ bool is_for(int slot) const {   // owner 0: for all
+        const int owner = rows >> 8 & 0xFF;
+        return owner == 0 || owner == slot + 1;
+    }
+};
 
 constexpr int RING_BYTES = STAGES * TILE_BYTES;
 constexpr int META_BYTES = STAGES * (32 + 16 * BOXES);   // a header, and the boxes twice: K's stage and V's are freed apart
@@ -125,22 +136,26 @@ struct Start {
 // Bring one KV tile, by a whole warp: lane b < BOXES has its entry b; next_run is that of the tile behind it in the work.
 __device__ __forceinline__ void send(
     const Params& p, const Shared& sh, Ring& ring, Start& start, int head, const int4& entry, int next_run, int flags, int lane) {
-    const int s = ring.stage, lo = entry.y & 0xFFFF, hi = (u32)entry.y >> 16;
+    const Box box{entry.y, entry.z};
+    const int s = ring.stage, lo = box.lo(), hi = box.hi(), owner = entry.y >> 8 & 0xFF;
     const bool mine = lane < BOXES, present = mine && hi > lo;
     const int bytes = __popc(__ballot_sync(~0u, present)) * BOX_BYTES;
     const int pos_min = __reduce_min_sync(~0u, present ? entry.z + lo : 2147483647);
     const int pos_max = __reduce_max_sync(~0u, present ? entry.z + hi - 1 : INVISIBLE);
+    const int first_slot = __reduce_min_sync(~0u, present ? owner - 1 : SLOTS);   // -1: the tile is for all
+    const int last_slot = __reduce_max_sync(~0u, present && owner ? owner - 1 : -1);
     if (__any_sync(~0u, mine && hi - lo != PAGE)) flags |= PARTIAL;
+    if (last_slot >= 0) flags |= OWNED;
     if (next_run != entry.w) flags |= CHANGES;
     if (!start.waited && pos_max >= start.oldest) {
         await_previous();
         start.waited = true;
     }
     barrier_wait(sh.k_empty(s), ring.parity ^ 1);
-    if (mine) sh.k_boxes[s * BOXES + lane] = Box{entry.y, entry.z};
+    if (mine) sh.k_boxes[s * BOXES + lane] = box;
     __syncwarp();
     if (lane == 0) {
-        sh.headers[s] = Header{flags, pos_max, pos_min, entry.w, next_run};
+        sh.headers[s] = Header{flags, pos_max, pos_min, entry.w, next_run, first_slot, first_slot < 0 ? SLOTS : last_slot};
         barrier_expect(sh.k_full(s), bytes);
     }
     __syncwarp();
@@ -150,7 +165,7 @@ __device__ __forceinline__ void send(
         for (int h = 0; h < HALVES; ++h)
             load_box(sh.k(s) + h * HALF_BYTES + row, &p.kv, sh.k_full(s), h * 64, head, entry.x);
     barrier_wait(sh.v_empty(s), ring.parity ^ 1);
-    if (mine) sh.v_boxes[s * BOXES + lane] = Box{entry.y, entry.z};
+    if (mine) sh.v_boxes[s * BOXES + lane] = box;
     __syncwarp();
     if (lane == 0) barrier_expect(sh.v_full(s), bytes);
     __syncwarp();
@@ -179,7 +194,7 @@ __device__ __forceinline__ void produce(const Params& p, const Shared& sh, int w
             const int tiles = min(WIDTH, end - t0);
             int4 loaded = make_int4(-1, 0, 0, 0);
             if (lane < tiles * BOXES) loaded = p.entries[t0 * BOXES + lane];
-            const u32 filled = __ballot_sync(~0u, (u32)loaded.y >> 16 > (loaded.y & 0xFFFF));
+            const u32 filled = __ballot_sync(~0u, Box{loaded.y, 0}.hi() > Box{loaded.y, 0}.lo());
             for (int t = 0; t < tiles; ++t) {
                 if (!(filled >> (t * BOXES) & ((1u << BOXES) - 1))) continue;
                 const int from = t * BOXES + lane % BOXES;
@@ -200,11 +215,14 @@ __device__ __forceinline__ void group_sync(int group) { asm volatile("bar.sync %
 #include "attend_query.cuh"
 
 __device__ __forceinline__ void mask(
-    float (&s)[S_REGS], const Params& p, const Box* boxes, int reach0, int reach1, int t) {
+    float (&s)[S_REGS], const Params& p, const Box* boxes, const Row& r0, const Row& r1, int t) {
+    const int reach0 = r0.reach, reach1 = r1.reach;
 #pragma unroll
     for (int b = 0; b < BOXES; ++b) {
-        const int lo = boxes[b].rows & 0xFFFF, hi = (u32)boxes[b].rows >> 16, pos0 = boxes[b].pos0;
-        const int hi0 = min(hi, reach0 - pos0 + 1), hi1 = min(hi, reach1 - pos0 + 1);
+        const Box box = boxes[b];
+        const int lo = box.lo(), pos0 = box.pos0;
+        const int hi0 = box.is_for(r0.slot) ? min(box.hi(), reach0 - pos0 + 1) : 0;
+        const int hi1 = PAIRED ? hi0 : box.is_for(r1.slot) ? min(box.hi(), reach1 - pos0 + 1) : 0;
 #if WINDOW
         const int lo0 = max(lo, reach0 - p.window - pos0 + 1), lo1 = max(lo, reach1 - p.window - pos0 + 1);
 #else
@@ -279,7 +297,7 @@ __device__ __forceinline__ void finish(
 __device__ __forceinline__ void zero_outside(u32 v, const Box* boxes, int thread) {
     for (int i = thread; i < KEYS * HALVES * 8; i += 128) {
         const int chunk = i & 7, key = (i >> 3) % KEYS, half = (i >> 3) / KEYS;
-        const int lo = boxes[key / PAGE].rows & 0xFFFF, hi = (u32)boxes[key / PAGE].rows >> 16, r = key % PAGE;
+        const int lo = boxes[key / PAGE].lo(), hi = boxes[key / PAGE].hi(), r = key % PAGE;
         if (r < lo || r >= hi)
             asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(v + half * HALF_BYTES + key * 128 + chunk * 16), "r"(0)
                          : "memory");
@@ -369,11 +387,16 @@ __device__ __forceinline__ void clean_v(const Shared& sh, const Ring& at, int fl
 
 __device__ __forceinline__ void mask_if_cut(
     float (&s)[S_REGS], const Params& p, const Header& h, const Box* boxes, const Row& r0, const Row& r1, const Sight& sight, int t) {
-    bool cut = (h.flags & PARTIAL) || h.pos_max > sight.low;
+    bool cut = (h.flags & (PARTIAL | OWNED)) || h.pos_max > sight.low;
 #if WINDOW
     cut |= h.pos_min <= sight.high - p.window;
 #endif
-    if (cut) mask(s, p, boxes, r0.reach, r1.reach, t);
+    if (cut) mask(s, p, boxes, r0, r1, t);
+}
+
+// Whether a KV tile has nothing for the slots of a warp's rows, the 16 of a slab.
+__device__ __forceinline__ bool is_of_others(const Header& h, int slab) {
+    return h.last_slot < slab * 16 / GROUP || h.first_slot > (slab * 16 + 15) / GROUP;
 }
 
 __device__ __forceinline__ void pack_weights(u32 (&weights)[STEPS_K][4], const float (&s)[S_REGS]) {
@@ -469,11 +492,11 @@ __device__ __forceinline__ void consume(
         mma_commit();
         mma_wait<0>();
         hold(s);
-        // A warp of which no row sees this run takes part in the products only, with weights of 0.
-        if (!sight.idle()) mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, sight, t);
+        const bool idle = sight.idle() || ((header.flags & OWNED) && is_of_others(sh.headers[ring.stage], slab));
+        if (!idle) mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, sight, t);
         __syncwarp();
         if (lane == 0) barrier_arrive(sh.k_empty(ring.stage));
-        if (sight.idle()) {
+        if (idle) {
             clear(weights);
         } else {
             softmax(p, s, r0, r1, alpha0, alpha1, unit);
@@ -527,15 +550,16 @@ __device__ __forceinline__ void consume(
                 mma_wait<0>();
             }
             hold(s);
-            if (!sight.idle()) mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, sight, t);
+            const bool idle = sight.idle() || ((header.flags & OWNED) && is_of_others(sh.headers[ring.stage], slab));
+            if (!idle) mask_if_cut(s, p, header, sh.k_boxes + ring.stage * BOXES, r0, r1, sight, t);
             __syncwarp();
             if (lane == 0) barrier_arrive(sh.k_empty(ring.stage));
             bool grows = false;
-            if (!sight.idle()) grows = softmax(p, s, r0, r1, alpha0, alpha1, unit);
+            if (!idle) grows = softmax(p, s, r0, r1, alpha0, alpha1, unit);
             mma_wait<0>();
             hold(o);
             if (lane == 0) barrier_arrive(sh.v_empty(behind.stage));
-            if (sight.idle()) clear(weights); else pack_weights(weights, s);
+            if (idle) clear(weights); else pack_weights(weights, s);
             if (grows) rescale(o, alpha0, alpha1);
             behind = ring;
             ring.next();
