@@ -302,7 +302,7 @@ def test_a_captured_graph_replays_append_merge_and_advance():
     )
     entries, tails = (
         torch.zeros(8, 4, dtype=torch.int32, device=device),
-        torch.tensor([[0, 8]] * 1, dtype=torch.int32, device=device),
+        torch.tensor([[0, 8, 1]], dtype=torch.int32, device=device),
     )
     step = torch.zeros(1, dtype=torch.int32, device=device)
 

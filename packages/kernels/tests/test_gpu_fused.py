@@ -114,6 +114,43 @@ def test_an_implementation_is_as_exact_as_its_dtype(implementation, dtype, page_
     assert backend.implementation.startswith(f"fused-{implementation}")
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("shape", ["Llama-3-8B", "one kv head", "no groups", "window, cap"])
+@pytest.mark.parametrize("readers", [31, 90])
+def test_readers_of_one_state_with_tails_of_their_own(implementation, page_size, shape, readers):
+    """Tails lie in KV tiles with those of others, and query tiles that read the state are cut alike."""
+    shape, backend = SHAPES[shape], backend_of(implementation)
+    rng = torch.Generator().manual_seed(readers)
+    pages = Pages(1000 // page_size + readers * (200 // page_size + 2), page_size, 0)
+    state = pages.place(900, 0, 0, in_order=False)
+    sequences = []
+    for b in range(readers):
+        own = int(torch.randint(1, 190, (1,), generator=rng))
+        extents = [*state, *pages.place(own, 900, 900)]
+        sequences.append(SequenceSegments(900 + own - 1, 1, extents, b))
+    rotary = build_table(frequencies(shape.head_dim), 1.0, 4096)
+    case = build_case(
+        sequences,
+        pages,
+        heads=(shape.num_heads, shape.num_kv_heads),
+        head_dim=shape.head_dim,
+        rotary=rotary,
+        window=shape.window,
+        softcap=shape.softcap,
+    )
+    q, kv = case.q.to("cuda", torch.bfloat16), case.kv_layer.to("cuda", torch.bfloat16)
+    with skip_what_cannot_run():
+        plan = backend.plan(case.table, case.shape, rotary, device="cuda", dtype=torch.bfloat16)
+    out, lse2 = backend.run(plan, 0, q, kv, return_lse=True)
+    truth = ReferenceBackend()
+    exact = truth.plan(case.table, case.shape, rotary, device="cpu", dtype=torch.float64)
+    want, want_lse2 = truth.run(exact, 0, q.double().cpu(), kv.double().cpu(), return_lse=True)
+    error = (out.double().cpu() - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(error.max()) < 3e-2 and float(error.mean()) < 6e-3
+    assert float((lse2.cpu().double() - want_lse2).abs().max()) < 0.087
+
+
 def test_a_plan_advances_inside_a_graph():
     """Captured once, replayed for 70 steps: what a fresh plan of each step gives."""
     shape = AttentionShape(8, 2, 128, 128**-0.5)

@@ -33,7 +33,9 @@ constexpr int O_REGS = D / 2;
 constexpr int STEPS_D = D / 16;
 constexpr int STEPS_K = KEYS / 16;
 constexpr int INVISIBLE = -2147483647 - 1;
-constexpr int LAST = 1, PARTIAL = 2, CHANGES = 4, OWNED = 8;   // CHANGES: the next tile of the work is of another run
+// Flags of a KV tile: PARTIAL: not all of its rows are to be seen; DIRTY: rows of V may hold anything that must not count;
+// CHANGES: the next tile of the work is of another run; OWNED: some boxes are for one slot alone.
+constexpr int LAST = 1, PARTIAL = 2, CHANGES = 4, OWNED = 8, DIRTY = 16;
 constexpr float NOTHING = -1e30f;                 // m of a row that has seen nothing
 constexpr float SLACK = 8.f;                     // weights reach 2^SLACK before the row is scaled anew
 
@@ -68,7 +70,7 @@ struct Params {
 struct alignas(16) Header { int flags, pos_max, pos_min, run, next_run, first_slot, last_slot, padding; };
 
 struct Box {
-    int rows, pos0;   // LO | OWNER << 8 | HI << 16, stored position of row 0
+    int rows, pos0;   // LO | OWNER << 8 | HI << 16, stored position of row 0; of the box where it lies in shared memory
     __device__ __forceinline__ int lo() const { return rows & 0xFF; }
     __device__ __forceinline__ int hi() const { return (u32)rows >> 16; }
     __device__ __forceinline__ bool is_for(int slot) const {   // owner 0: for all
@@ -133,11 +135,22 @@ struct Start {
     }
 };
 
+// The row of a page that a box begins with. A slice that ends with the page, or begins with it, is moved to the begin or
+// the end of its box: the box's other rows, outside the page, come as zeros, and V needs no cleaning. Not where the places
+// of a tile's rows must not depend on how many of them there are by now.
+__device__ __forceinline__ int first_row(int lo, int hi) {
+    if (INVARIANT || hi <= lo) return 0;
+    if (lo == 0) return hi - PAGE;
+    return hi == PAGE ? lo : 0;
+}
+
 // Bring one KV tile, by a whole warp: lane b < BOXES has its entry b; next_run is that of the tile behind it in the work.
+// A box without rows is brought as zeros of V.
 __device__ __forceinline__ void send(
     const Params& p, const Shared& sh, Ring& ring, Start& start, int head, const int4& entry, int next_run, int flags, int lane) {
-    const Box box{entry.y, entry.z};
-    const int s = ring.stage, lo = box.lo(), hi = box.hi(), owner = entry.y >> 8 & 0xFF;
+    const Box listed{entry.y, entry.z};
+    const int s = ring.stage, lo = listed.lo(), hi = listed.hi(), owner = entry.y >> 8 & 0xFF, skipped = first_row(lo, hi);
+    const Box box{entry.y - skipped * (1 | 1 << 16), entry.z + skipped};
     const bool mine = lane < BOXES, present = mine && hi > lo;
     const int bytes = __popc(__ballot_sync(~0u, present)) * BOX_BYTES;
     const int pos_min = __reduce_min_sync(~0u, present ? entry.z + lo : 2147483647);
@@ -145,6 +158,7 @@ __device__ __forceinline__ void send(
     const int first_slot = __reduce_min_sync(~0u, present ? owner - 1 : SLOTS);   // -1: the tile is for all
     const int last_slot = __reduce_max_sync(~0u, present && owner ? owner - 1 : -1);
     if (__any_sync(~0u, mine && hi - lo != PAGE)) flags |= PARTIAL;
+    if (__any_sync(~0u, present && hi - lo != PAGE && (INVARIANT || (lo > 0 && hi < PAGE)))) flags |= DIRTY;
     if (last_slot >= 0) flags |= OWNED;
     if (next_run != entry.w) flags |= CHANGES;
     if (!start.waited && pos_max >= start.oldest) {
@@ -163,16 +177,17 @@ __device__ __forceinline__ void send(
     if (present)
 #pragma unroll
         for (int h = 0; h < HALVES; ++h)
-            load_box(sh.k(s) + h * HALF_BYTES + row, &p.kv, sh.k_full(s), h * 64, head, entry.x);
+            load_box(sh.k(s) + h * HALF_BYTES + row, &p.kv, sh.k_full(s), h * 64, skipped, head, entry.x);
     barrier_wait(sh.v_empty(s), ring.parity ^ 1);
     if (mine) sh.v_boxes[s * BOXES + lane] = box;
     __syncwarp();
-    if (lane == 0) barrier_expect(sh.v_full(s), bytes);
+    if (lane == 0) barrier_expect(sh.v_full(s), TILE_BYTES);
     __syncwarp();
-    if (present)
+    if (mine)
 #pragma unroll
         for (int h = 0; h < HALVES; ++h)
-            load_box(sh.v(s) + h * HALF_BYTES + row, &p.kv, sh.v_full(s), h * 64, p.num_kv_heads + head, entry.x);
+            load_box(sh.v(s) + h * HALF_BYTES + row, &p.kv, sh.v_full(s), h * 64, present ? skipped : PAGE,
+                     p.num_kv_heads + head, max(entry.x, 0));
     __syncwarp();
     ring.next();
 }
@@ -293,7 +308,7 @@ __device__ __forceinline__ void finish(
     }
 }
 
-// Zero the V rows of a partial tile that are outside its slices: 0 * NaN is NaN.
+// Zero the V rows of a tile that are outside its slices: 0 * NaN is NaN.
 __device__ __forceinline__ void zero_outside(u32 v, const Box* boxes, int thread) {
     for (int i = thread; i < KEYS * HALVES * 8; i += 128) {
         const int chunk = i & 7, key = (i >> 3) % KEYS, half = (i >> 3) / KEYS;
@@ -378,7 +393,7 @@ __device__ __forceinline__ void weighted(float (&o)[O_REGS], const u32 (&a)[STEP
 
 // Of V of a tile that has arrived, nothing stays that is outside the slices.
 __device__ __forceinline__ void clean_v(const Shared& sh, const Ring& at, int flags, int thread, int group) {
-    if (flags & PARTIAL) {
+    if (flags & DIRTY) {
         zero_outside(sh.v(at.stage), sh.v_boxes + at.stage * BOXES, thread);
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         group_sync(group);

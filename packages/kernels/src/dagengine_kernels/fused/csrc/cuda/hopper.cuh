@@ -33,10 +33,11 @@ __device__ __forceinline__ void barriers_wait(u32 one, u32 one_parity, u32 other
         "mbarrier.try_wait.parity.shared::cta.b64 b, [%2], %3;\nand.pred a, a, b;\n"
         "@!a bra wait;\n}\n" ::"r"(one), "r"(one_parity), "r"(other), "r"(other_parity) : "memory");
 }
-__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 bar, int column, int head, int page) {
+// What of a box lies outside of a page's rows comes as zeros.
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, u32 bar, int column, int row, int head, int page) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(0), "r"(head), "r"(page)
+        " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(bar), "r"(column), "r"(row), "r"(head), "r"(page)
         : "memory");
 }
 // A box of a matrix, whose lines leave L2 as the policy says.
