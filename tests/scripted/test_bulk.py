@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -160,6 +161,52 @@ def test_fragments_that_a_query_found_leave_the_device_after_others(llm: LLM) ->
         return sorted(keys, key=lambda key: (node_of[key].last_used, -node_of[key].uid))
 
     assert llm.engine.ask(order)[-1] == keys[1] and len(keys) == 3
+
+
+def slowly(query: Retrieve) -> Any:
+    time.sleep(0.02)
+    return ["one", "two"]
+
+
+def test_a_query_says_how_long_after_the_bulk_was_given_the_engine_had_it(llm: LLM) -> None:
+    queries = [asking(number, number) for number in range(5)]
+    queries[4] = g(cross(retrieve("slow", user("which?")), "say"))
+    begin = time.perf_counter()
+    found = llm.query_bulk(queries, window=1, retriever=slowly, **OPTIONS)
+    all_ms = (time.perf_counter() - begin) * 1e3
+    results = [found.items[index].result for index in found.order]
+    assert len(results) == 5
+    before = 0.0
+    for result in results:
+        assert result is not None
+        timing, first_token = result.timing, result.answers[0].dag.timing.first_token
+        assert timing.submit > sum(one.timing.plan + one.timing.tokenize for one in results if one)
+        assert timing.submit > before >= 0, "it waited for all that ran before it"
+        before = timing.submit + first_token
+    assert results[0] is not None and results[0].timing.submit >= 20, (
+        "all waited for the retriever of the last"
+    )
+    assert before <= all_ms
+
+
+def test_queries_of_one_window_were_submitted_at_once_and_those_of_the_fourth_after_the_first(
+    llm: LLM,
+) -> None:
+    queries = [asking(number, number) for number in range(8)]
+    found = llm.query_bulk(queries, order="given", window=2, **OPTIONS)
+    submits = [result.timing.submit for result in found.results if result is not None]
+    assert submits[::2] == submits[1::2] == sorted(submits[::2]) and len(set(submits)) == 4
+    first = max(
+        result.answers[0].dag.timing.first_token for result in found.results[:2] if result is not None
+    )
+    assert submits[6] > submits[0] + first
+
+
+def test_a_query_that_runs_after_a_refusal_was_submitted_when_it_ran(llm: LLM) -> None:
+    queries = [asking(0, 1), g("b", options={"stop_token_ids": [10**6]}), asking(2, 1)]
+    one, refused, other = llm.query_bulk(queries, order="given", **OPTIONS).results
+    assert one is not None and refused is None and other is not None
+    assert other.timing.submit > one.timing.submit + one.answers[0].dag.timing.first_token
 
 
 class Broken:

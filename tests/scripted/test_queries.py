@@ -10,6 +10,7 @@ import asyncio
 import random
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,16 +25,20 @@ from dagengine.fragments import FragmentStates
 from dagengine.request import ContextRef, Request
 from dagengine.sampling import SamplingParams
 from dagengine_core_graph.query import (
+    Fragment,
     GenerateParams,
     Message,
     Query,
+    Retrieve,
     cross,
     evaluate,
     g,
     monad,
     plus,
     repeat,
+    retrieve,
     system,
+    user,
 )
 from dagengine_core_graph.query.definition import Bag, Shown, View, answered, digest, shown
 
@@ -263,6 +268,21 @@ def test_an_answer_says_how_long_it_waited_for_what_it_reads(llm: LLM) -> None:
     release_all(llm)
 
 
+def test_a_query_says_how_long_it_took_until_the_engine_had_it(llm: LLM) -> None:
+    query = g(cross(retrieve("slow", user("which?")), "say"))
+
+    def slowly(asked: Retrieve) -> list[str | Fragment]:
+        time.sleep(0.02)
+        return ["one"]
+
+    begin = time.perf_counter()
+    found = llm.query(query, keep=False, retriever=slowly, **NATIVE)
+    all_ms, timing = (time.perf_counter() - begin) * 1e3, found.timing
+    assert 20 < timing.plan < timing.plan + timing.tokenize < timing.submit
+    assert timing.submit + found.answers[0].dag.timing.first_token < all_ms
+    release_all(llm)
+
+
 def test_a_preparation_is_waited_for_and_shared(llm: LLM) -> None:
     long = "a long prompt that several samples share"
     found = llm.query(repeat(4, g(cross(*[long] * 6), temperature=1.0)), keep=False, **NATIVE)
@@ -350,6 +370,7 @@ def test_asyncio_gives_the_same_and_leaves_nothing_behind() -> None:
         assert [streamed[index] for index in range(2)] == [answer.text for answer in result.answers]
         again = await llm.query(both, **NATIVE)
         assert again.query == result.query
+        assert 0 < result.timing.plan + result.timing.tokenize < result.timing.submit
         with pytest.raises(DagError) as error:
             await llm.query(g("a", max_tokens=4000))
         assert error.value.field == "g.max_tokens"

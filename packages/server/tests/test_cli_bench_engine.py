@@ -8,15 +8,19 @@ import importlib
 import json
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Server
 
+from dagengine.request import Request
 from dagengine_server.cli import main
-from dagengine_server.cli.bench.probe import Probe
+from dagengine_server.cli.bench.nested import BARS, DECLARED, _Judging
+from dagengine_server.cli.bench.probe import Probe, Trace
+from dagengine_server.cli.bench.record import Figure
 
 FIELDS = "bench case backend metric value unit baseline baseline_value ratio n p50 p95 p99 "
 FIELDS += "hardware versions commit command"
@@ -82,7 +86,7 @@ def test_rag_over_more_than_the_model_sees_is_refused(
     assert "documents" in text and "at most 512" in text
 
 
-def test_nested_judges_the_same_tokens_both_ways(
+def test_nested_judges_as_many_tokens_every_way(
     model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--fan-out", "3", "--length", "9", "--length", "12", "--prompt", "16", "--question", "5"]
@@ -94,7 +98,66 @@ def test_nested_judges_the_same_tokens_both_ways(
     assert (again["value"], again["baseline_value"]) == (5, 3 * 12 + 5)
     whole = found["candidates and judge, as states", "prefix reuse"]
     assert whole["value"] > found["candidates generated", None]["value"] > 0
+    again = found["judge's tokens computed, declared", "prefix reuse"]
+    assert (again["value"], again["baseline_value"]) == (5, 3 * 12 + 5)
+    first = found["judge's first token, declared with its candidates", "prefix reuse"]
+    assert (
+        first["n"] == 2
+        and first["baseline_value"] == found["judge's first token, prefix reuse", None]["value"]
+    )
+    assert 0 < first["p50"] <= first["p95"] < found["candidates and judge, declared", "prefix reuse"]["p50"]
     assert by_metric(rows, "3 candidates x 9")
+
+
+def test_a_judge_declared_with_its_candidates_is_one_submission_timed_from_their_last_token(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"device": "cpu", "threads": 1, "page_size": 8, "kv_pages": 64}
+    with Probe(str(model_folder), seed=0, options=options) as probe:
+        groups: list[tuple[Sequence[Request], list[Trace]]] = []
+        run = probe.run
+
+        def watched(requests: Sequence[Request]) -> list[Trace]:
+            groups.append((requests, run(requests)))
+            return groups[-1][1]
+
+        (shared,) = probe.prefill([probe.ids(16)])
+        runs = _Judging(probe, 3, 9, 16, 5, 0.5)
+        monkeypatch.setattr(probe, "run", watched)
+        runs._candidates(shared)
+        declared = runs._declared(shared)
+        (alone, _), (together, traces) = groups
+        assert len(together) == 4 and [ref.request for ref in together[-1].context] == [
+            None,
+            *(request.id for request in together[:3]),
+        ]
+        for one, other in zip(alone, together[:3], strict=True):
+            assert one.sampling is not None and other.sampling is not None
+            assert replace(one.sampling, seed=None) == replace(other.sampling, seed=None)
+            assert len(one.input_ids) == len(other.input_ids) and one.context == other.context
+        samplings = [request.sampling for request in (*alone, *together[:3])]
+        assert [params.seed for params in samplings if params is not None] == [1, 2, 3, 4, 5, 6]
+        *candidates, judge = traces
+        assert [len(trace.sampled) for trace in traces] == [9, 9, 9, 1]
+        assert declared.first == judge.sampled[0] - max(trace.sampled[-1] for trace in candidates) > 0
+        assert judge.begin == min(trace.begin for trace in candidates)
+
+
+def test_each_bar_of_nested_finds_the_figure_that_it_names(
+    model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--fan-out", "1", "--length", "9", "--prompt", "16", "--question", "5"]
+    rows = measure(capsys, "nested", *engine(model_folder), *sizes, "--repeats", "1")
+    members = tuple(Figure.__dataclass_fields__)
+    for candidates in (1, 24):
+        said = f"llama-3.1-8b, {candidates} candidates x 256, prompt 512, question 32, temperature 0.5"
+        figures = [Figure(**{name: row[name] for name in members} | {"case": said}) for row in rows]
+        found = {bar.title: bar.find(figures) for bar in BARS}
+        assert len(found) == len(BARS) == 4, "no two are called the same"
+        assert {title: figure.metric for title, figure in found.items() if figure is not None} == {
+            f"judge over {candidates} x 256 against prefix reuse": "judge's first token, as states",
+            f"judge declared with its {candidates} x 256 against prefix reuse": DECLARED,
+        }
 
 
 def test_branches_have_the_tokens_of_each_alone_and_merge_without_copies(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,20 @@ from conftest import Server
 from dagengine import DagError
 from dagengine.shapes import shape_config, write_config
 from dagengine_server.cli import main
-from dagengine_server.cli.bench import nested
+from dagengine_server.cli.bench import bulk_runs, nested
 from dagengine_server.cli.bench.endpoint import Endpoint, Reply
 from dagengine_server.cli.bench.evidence import read_evidence
 from dagengine_server.cli.bench.local_server import local_server
 from dagengine_server.cli.bench.nested_queries import NestedQueries, Run
 from dagengine_server.cli.bench.overlap import neighbours
 from dagengine_server.cli.bench.rag_queries import Question, hit_rate
+from dagengine_server.cli.bench.record import Figure
 from dagengine_server.cli.bench.texts import Texts
 from dagengine_server.cli.bench.words import write_tokenizer
 from dagengine_server.cli.console import CommandError
 
 TINY = ["--shape", "tiny", "--device", "cpu", "--threads", "1", "--page-size", "16"]
+FIGURE = tuple(Figure.__dataclass_fields__)
 Rows = dict[tuple[str, str | None], dict[str, Any]]
 
 
@@ -217,9 +220,56 @@ def test_bulk_counts_what_was_shared(capsys: pytest.CaptureFixture[str]) -> None
         assert plain < found["input that was there, span queries", "plain prompts, prefix caching"]["value"]
         assert found["padding", None]["value"] == found["cropping", None]["value"] == 0
         assert found["fan-out", None]["n"] == 12 and found["fragment length", None]["n"] == 48 - again
-    marks = {row["case"].partition("overlap ")[2]: row for row in rows if "2Wiki" in (row["baseline"] or "")}
-    assert [case.split(", ")[:2] for case in marks] == [["0.37", "bulk 1"], ["0.37", "bulk all"]]
-    assert {row["baseline_value"] for row in marks.values()} == {1.21, 1.59}
+    marks = {
+        (row["case"].partition("overlap ")[2].partition(", 12 questions")[0], row["metric"]): row
+        for row in rows
+        if "2Wiki" in (row["baseline"] or "")
+    }
+    sooner = "mean first token since the bulk was given, sooner than of plain prompts"
+    names = ["throughput against plain prompts", sooner]
+    assert list(marks) == [(f"0.37, bulk {size}", name) for size in ("1", "all") for name in names]
+    assert [row["baseline_value"] for row in marks.values()] == [1.21, 1.21, 1.59, 1.59]
+    for size in ("1", "all"):
+        mean = by_metric(rows, f"overlap 0.37, bulk {size},")[
+            f"{bulk_runs.MEAN}, span queries", bulk_runs.PLAIN
+        ]
+        assert marks[f"0.37, bulk {size}", sooner]["value"] == pytest.approx(1 / mean["ratio"])
+
+
+def test_what_waits_in_a_bulk_counts_in_its_first_token(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--bulk", "1", "--bulk", "all", "--fragment-overlap", "0.5"]
+    rows = measure(capsys, "bulk", *BULK, *sizes)
+    for size in ("1", "all"):
+        found = by_metric(rows, f"overlap 0.5, bulk {size},")
+        for way, baseline in (("span queries", bulk_runs.PLAIN), (bulk_runs.PLAIN, None)):
+            given = found[f"first token since the bulk was given, {way}", baseline]
+            own = found[f"first token, {way}", baseline]
+            mean = found[f"mean first token since the bulk was given, {way}", baseline]
+            assert (given["n"], own["n"], mean["n"]) == (12, 12, 1)
+            assert all(given[name] > own[name] for name in ("p50", "p95", "p99")), (
+                "a bulk is given before its parts run"
+            )
+            if size == "all" and way == bulk_runs.PLAIN:
+                assert given["p50"] > 1.2 * own["p50"], "of twelve, eight waited for a place"
+            each_ms = 1e3 / found[f"throughput, {way}", baseline]["value"]
+            assert mean["value"] <= each_ms * (12 if size == "all" else 1)
+
+
+def test_each_bar_of_a_bulk_finds_the_figure_that_it_names(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = measure(capsys, "bulk", *BULK, "--bulk", "all", "--fragment-overlap", "0.37")
+    said = "llama-3.1-8b, 10 fragments x 100, question 32, overlap 0.37, bulk all, 256 questions"
+    figures = [Figure(**{name: row[name] for name in FIGURE} | {"case": said}) for row in rows]
+    found = {bar.title: bar.find(figures) for bar in bulk_runs.BARS}
+    assert len(found) == len(bulk_runs.BARS) == 12, "no two are called the same"
+    rate, first = (found[f"2Wiki-like, bulk all, {name}"] for name in ("throughput", "mean first token"))
+    assert (
+        sum(figure is not None for figure in found.values()) == 2 and rate is not None and first is not None
+    )
+    assert (rate.unit, first.unit) == ("queries/s", "ms")
+    for bar in bulk_runs.BARS:
+        sooner, more = replace(first, ratio=0.5), replace(rate, ratio=2.0)
+        assert bar.passed(sooner if "first token" in bar.title else more)
+        assert not bar.passed(more if "first token" in bar.title else sooner)
 
 
 def test_bulk_under_pressure_finds_less(capsys: pytest.CaptureFixture[str]) -> None:

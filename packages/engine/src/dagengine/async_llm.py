@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
@@ -155,8 +156,9 @@ class AsyncLLM:
         self, query: Query | str, **options: Any
     ) -> AsyncGenerator[tuple[int, str] | QueryResult, None]:
         """New texts of the answers as (number, text), then the `QueryResult`. Takes what `LLM.query` takes."""
+        came = time.perf_counter()
         encoded, settings = await asyncio.to_thread(self._llm.query_call, query, **options)
-        async with aclosing(stream_query(self._llm, encoded, settings, stream_events)) as parts:
+        async with aclosing(stream_query(self._llm, encoded, settings, came, stream_events)) as parts:
             async for part in parts:
                 yield part
 

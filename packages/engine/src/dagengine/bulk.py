@@ -15,6 +15,7 @@ In a window fragments that the next one shares are computed first.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -106,6 +107,7 @@ def run_bulk(
         DagError: an argument that is wrong whatever the queries are, before anything runs; `invalid_request` for an
             `on_item` that raises; the states of all answers are released then.
     """
+    came = time.perf_counter()
     if isinstance(queries, str | Query) or not isinstance(queries, Iterable):
         raise DagError("invalid_request", f"a list of queries is needed, not {shown(queries)}", "queries")
     if order not in ORDERS:
@@ -134,6 +136,7 @@ def run_bulk(
         window=window,
         page_size=page_size,
         ended=ended,
+        came=came,
     )
     try:
         return bulk.run(queries)
@@ -189,6 +192,7 @@ class _Bulk:
         budget: KV pages that fragments may take.
         window: most queries of one submission.
         page_size: tokens.
+        came: when the queries were given, on the clock of `time.perf_counter`.
     """
 
     llm: LLM
@@ -200,6 +204,7 @@ class _Bulk:
     window: int
     page_size: int
     ended: _Ended
+    came: float
 
     def run(self, queries: Sequence[Query | str]) -> BulkResult:
         """Every query goes through `ended`."""
@@ -216,7 +221,8 @@ class _Bulk:
         together = None if self.window == 1 else self.budget
         room = self.budget if together is None else max(1, self.budget // AT_ONCE)
         windows = list(windows_of(ordered, wanted, room, self.window))
-        computed = _Windows(self.llm, encoded, wanted, self.settings, self.ended).run(windows, together)
+        running = _Windows(self.llm, encoded, wanted, self.settings, self.ended, self.came)
+        computed = running.run(windows, together)
         items = self.ended.items()
         results = [item.result for item in items if item.result is not None]
         tokens = QueryTokens(
@@ -265,6 +271,7 @@ class _Windows:
     wanted: Mapping[int, Mapping[Any, int]]
     settings: QueryOptions
     ended: _Ended
+    came: float
 
     def run(self, windows: Sequence[Sequence[int]], budget: int | None) -> int:
         """Run all in this order, several at once while their fragments fit the budget; one at a time without it.
@@ -311,7 +318,7 @@ class _Windows:
 
     def _item(self, run: QueryRun, place: int, index: int, found: Mapping[str, FinishedEvent]) -> BulkItem:
         try:
-            return BulkItem(index, result_of(self.llm.engine, run.job, place, found, run.facts), None)
+            return BulkItem(index, result_of(self.llm.engine, run.submission, place, found, self.came), None)
         except DagError as error:
             return BulkItem(index, None, _alone(error))
 

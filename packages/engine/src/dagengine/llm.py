@@ -8,6 +8,7 @@ with LLM("path/or/id") as llm:
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -164,12 +165,13 @@ class LLM:
         Raises:
             DagError: a refusal, or what the first node that failed ended with; the field is the path of the subtree.
         """
+        came = time.perf_counter()
         encoded, settings = self.query_call(query, retriever=retriever, reduce=reduce, **options)
         run = QueryRun(self, [encoded], settings, on_event=texts_of(on_text))
         try:
             run.start()
             found = run.finish()
-            return result_of(self.engine, run.job, 0, found, run.facts)
+            return result_of(self.engine, run.submission, 0, found, came)
         except BaseException:
             run.cancel()
             raise

@@ -40,6 +40,19 @@ class QueryTokens:
 
 
 @dataclass(frozen=True)
+class ResultTiming(QueryTiming):
+    """Of a query that ran, in milliseconds.
+
+    Attributes:
+        submit: from when it was asked for until the engine, on its thread, was handed its requests, `plan` and
+            `tokenize` included. One of many was asked for when `query_bulk` was called: to plan, tokenize and order all
+            of them, and the windows that ran before its own, are in it.
+    """
+
+    submit: float
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A query that has ended well.
 
@@ -200,7 +213,7 @@ class QueryResult(AnsweredQuery):
         answers: of the calls that the result holds, in order.
         plan: the query as it was planned.
         record: what `replay` needs to run it again.
-        timing: what it took before the engine was asked.
+        timing: what it took until the engine had it.
     """
 
     query: Query
@@ -209,7 +222,7 @@ class QueryResult(AnsweredQuery):
     usage: Usage
     tokens: QueryTokens
     record: Mapping[str, Any]
-    timing: QueryTiming
+    timing: ResultTiming
 
     @property
     def held(self) -> Query:
@@ -239,8 +252,11 @@ class QueryResult(AnsweredQuery):
         return hold(self.plan.query) or NOTHING
 
 
-def query_result(engine: EngineThread, job: QueryJob, index: int, outcome: Outcome) -> QueryResult:
-    """What a Python user is given."""
+def query_result(
+    engine: EngineThread, job: QueryJob, index: int, outcome: Outcome, submit_ms: float
+) -> QueryResult:
+    """What a Python user is given, of a query that was submitted `submit_ms` after it was asked for."""
+    timing = job.queries[index].timing
     return QueryResult(
         outcome.result,
         tuple(make_result(engine, choice) for choice in outcome.answers),
@@ -248,5 +264,5 @@ def query_result(engine: EngineThread, job: QueryJob, index: int, outcome: Outco
         outcome.usage,
         outcome.tokens,
         outcome.record,
-        job.queries[index].timing,
+        ResultTiming(timing.plan, timing.tokenize, submit_ms),
     )

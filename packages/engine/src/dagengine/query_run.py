@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -45,7 +46,7 @@ class QuerySubmission:
     ) -> None:
         self._fragments, self._keys = fragments, fragment_keys(queries, options)
         self._make = partial(query_job, queries, options, seeds=seeds, first=first, prepare_only=prepare_only)
-        self._made: tuple[QueryJob, Mapping[str, object]] | None = None
+        self._made: tuple[QueryJob, Mapping[str, object], float] | None = None
 
     @property
     def job(self) -> QueryJob:
@@ -59,10 +60,19 @@ class QuerySubmission:
         assert self._made is not None
         return self._made[1]
 
+    @property
+    def handed(self) -> float:
+        """When the engine, on its thread, was handed the requests, which it takes or refuses at once; on the clock of
+        `time.perf_counter`. That has happened by now.
+        """
+        assert self._made is not None
+        return self._made[2]
+
     def __call__(self, core: EngineCore) -> Sequence[Request]:
         """On the engine's thread. Raises DagError as `query_job`."""
-        self._made = self._make(self._fragments.find(core, self._keys)), core.facts
-        return self.job.requests
+        job, facts = self._make(self._fragments.find(core, self._keys)), core.facts
+        self._made = job, facts, time.perf_counter()
+        return job.requests
 
     def locate(self, core: EngineCore, error: DagError) -> DagError:
         """Why it was refused, located as by `locate_refusal`; what `query_job` raised is. On the engine's thread."""
@@ -93,6 +103,11 @@ class QueryRun:
         self._llm, self._asked = llm, asked
         self._submitted = Submitted(llm.engine, asked, forward)
         self._kept: set[str] = set()
+
+    @property
+    def submission(self) -> QuerySubmission:
+        """What was started, and when."""
+        return self._asked
 
     @property
     def job(self) -> QueryJob:
@@ -165,14 +180,23 @@ def run_queries(
 
 def result_of(
     engine: EngineThread,
-    job: QueryJob,
+    submission: QuerySubmission,
     index: int,
     found: Mapping[str, FinishedEvent],
-    facts: Mapping[str, object],
+    came: float,
 ) -> QueryResult:
-    """A job's query as a result. Raises DagError where a node of it failed; the answers' states are released then."""
+    """A query of a submission as a result.
+
+    Args:
+        found: terminal events by request id.
+        came: when the query was asked for, on the clock of `time.perf_counter`.
+
+    Raises:
+        DagError: a node of the query failed; the answers' states are released then.
+    """
+    job, submit_ms = submission.job, (submission.handed - came) * 1e3
     try:
-        return query_result(engine, job, index, outcome_of(job, index, found, facts))
+        return query_result(engine, job, index, outcome_of(job, index, found, submission.facts), submit_ms)
     except DagError:
         for answer in job.queries[index].answers:
             release_states(engine, found[job.places[index][answer]])
@@ -196,9 +220,14 @@ async def stream_query(
     llm: LLM,
     query: EncodedQuery,
     options: QueryOptions,
+    came: float,
     stream_events: Callable[[EngineThread, MakeRequests], AsyncGenerator[Event, None]],
 ) -> AsyncGenerator[tuple[int, str] | QueryResult, None]:
-    """New texts as (answer, text), then the result; leaving early cancels what has not finished."""
+    """New texts as (answer, text), then the result; leaving early cancels what has not finished.
+
+    Args:
+        came: as of `result_of`.
+    """
     engine = llm.engine
     asked = QuerySubmission(llm.fragments, [query], options)
     found: dict[str, FinishedEvent] = {}
@@ -221,4 +250,4 @@ async def stream_query(
                 release_states(engine, event)
     states = asked.job.states(list(found.values()))
     engine.post(lambda core: llm.fragments.keep(core, states))
-    yield result_of(engine, asked.job, 0, found, asked.facts)
+    yield result_of(engine, asked, 0, found, came)

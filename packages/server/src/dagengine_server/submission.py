@@ -32,8 +32,6 @@ class Submission:
 
     Attributes:
         requests: what was submitted; none before that.
-        handed: when the engine, on its thread, was handed what `start_made` makes, which it takes or refuses at once;
-            None before that. On the clock of `time.perf_counter`.
     """
 
     def __init__(
@@ -49,7 +47,6 @@ class Submission:
         self._ending: DagError | None = None
         self._timeout_s = timeout_s
         self._timer: asyncio.TimerHandle | None = None
-        self.handed: float | None = None
         self._add(())
         self._last: dict[tuple[str, int], float] = {}
         self._arrived: list[Event] = []
@@ -78,7 +75,6 @@ class Submission:
             self._add(requests)
             if self._ending is not None:
                 raise self._ending
-            self.handed = time.perf_counter()
             return requests
 
         await self._accepted([self._engine.submit_made(made, self._forward)])

@@ -84,7 +84,7 @@ async def execute(request: Request) -> Response:
             source = _events(service, job, submission)
             return EventStream(source, lambda: service.end(id_of(request)), headers)
         outcome = await unless_disconnected(_outcome(service, job, submission), request.receive)
-        answer = json_response(_answer(job, outcome, submission))
+        answer = json_response(_answer(job, outcome))
         submission.delivered()
     service.end(id_of(request))
     answer.headers.update(headers)
@@ -210,7 +210,7 @@ def _keep(service: Service, job: Job, submission: Submission, events: list[Finis
             submission.delivered(event.request_id)
 
 
-def _answer(job: Job, outcome: Outcome, submission: Submission) -> dict[str, Any]:
+def _answer(job: Job, outcome: Outcome) -> dict[str, Any]:
     """spnl's two shapes: a chat completion, or a text completion for a `map`; and what else there is to say."""
     kind = "text_completion" if job.texts else "chat.completion"
     return {
@@ -219,16 +219,15 @@ def _answer(job: Job, outcome: Outcome, submission: Submission) -> dict[str, Any
         "choices": [_choice(job, index, choice) for index, choice in enumerate(outcome.answers)],
         "usage": _usage(outcome),
         "result": dump_query(outcome.result)["query"],
-        "dag": _about(job, outcome, submission),
+        "dag": _about(job, outcome),
     }
 
 
-def _about(job: Job, outcome: Outcome, submission: Submission) -> dict[str, Any]:
+def _about(job: Job, outcome: Outcome) -> dict[str, Any]:
     """The `dag` of the whole query. `submit` are the milliseconds from when the last of its body came until the engine
     was handed its requests: to read, plan and tokenize it, to wait for the engine's thread and to make them there.
     """
-    assert submission.handed is not None
-    timing, submit = job.query.queries[0].timing, (submission.handed - job.came) * 1e3
+    timing, submit = job.query.queries[0].timing, (job.asked.handed - job.came) * 1e3
     spent = {"submit": submit, "plan": timing.plan, "tokenize": timing.tokenize}
     return {
         "record": dict(outcome.record),
@@ -304,7 +303,7 @@ async def _events(service: Service, job: Job, submission: Submission) -> AsyncGe
         }
         for index, choice in enumerate(outcome.answers)
     ] or [{"choices": []}]
-    chunks[-1] |= {"usage": _usage(outcome), "dag": _about(job, outcome, submission)}
+    chunks[-1] |= {"usage": _usage(outcome), "dag": _about(job, outcome)}
     last = b"".join(data_event({**job.head, "object": "text_completion", **chunk}) for chunk in chunks)
     yield last + DONE
     submission.delivered()

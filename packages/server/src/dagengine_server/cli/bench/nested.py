@@ -1,10 +1,14 @@
-"""`dagengine bench nested`: a judge over candidates that were just generated, as states and as text.
+"""`dagengine bench nested`: a judge over candidates that were just generated, as states, declared, and as text.
 
     as states      the judge reads the shared prompt and an artifact of every candidate; of its own it has a question
+    declared       the same, submitted together with its candidates before they were generated: the engine knows
+                   meanwhile that a judge will read them
     prefix reuse   the same tokens as a plain prompt: the shared prompt's pages are found again, and the candidates,
                    which were sampled behind other tokens than those that now precede them, are computed again
 
-Both judge the same candidates, of a full length each, in the same order. Nothing is cropped.
+As states and as text the same candidates are judged, in the same order, and timed from when the judge is submitted,
+once all of them have ended. Those of a declared judge are others, sampled likewise, and it is timed from their last
+token. All are of a full length each. Nothing is cropped.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from .target import (
 
 if TYPE_CHECKING:
     from dagengine import State
+    from dagengine.request import Request
 
     from .probe import Probe, Trace
 
@@ -46,6 +51,7 @@ TEMPERATURE = 0.5
 SWEPT_FAN_OUTS = (1, 24)
 SWEPT_TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 AS_STATES, REUSE = "judge's first token, as states", "prefix reuse"
+DECLARED = "judge's first token, declared with its candidates"
 WIDE, NARROW = "llama-3.1-8b, 24 candidates x 256", "llama-3.1-8b, 1 candidates x 256"
 BARS = (
     Bar(
@@ -68,6 +74,26 @@ BARS = (
         "x sooner",
         True,
     ),
+    Bar(
+        "judge declared with its 24 x 256 against prefix reuse",
+        WIDE,
+        DECLARED,
+        REUSE,
+        times_sooner,
+        20.0,
+        "x sooner",
+        True,
+    ),
+    Bar(
+        "judge declared with its 1 x 256 against prefix reuse",
+        NARROW,
+        DECLARED,
+        REUSE,
+        times_sooner,
+        1.0,
+        "x sooner",
+        True,
+    ),
 )
 
 
@@ -84,12 +110,13 @@ def nested(
     ] = None,
     prompt: Annotated[int, typer.Option(min=1, help="tokens that all share")] = 512,
     question: Annotated[int, typer.Option(min=1, help="own tokens of the judge, with its marks")] = 32,
-    repeats: Annotated[int, typer.Option(min=1, help="of new candidates, each judged both ways")] = 10,
+    repeats: Annotated[int, typer.Option(min=1, help="of new candidates, each judged every way")] = 10,
     endpoint: EndpointOption = None,
     api_key: ApiKey = None,
     answer: Answer = None,
 ) -> None:
-    """A judge's first token over generated candidates: read as states, against a prompt with prefix reuse alone.
+    """A judge's first token over generated candidates: read as states, by a judge submitted after or with them, against
+    a prompt with prefix reuse alone.
 
     With --endpoint candidates and judge are one span query through a server, beside separate calls and a prompt. Unless
     a fan-out or a temperature is given, temperatures from 0 to 1.5 at 1 and 24 candidates, and all fan-outs at 0.5.
@@ -179,7 +206,7 @@ def _through_endpoint(
 
 
 class _Judging:
-    """New candidates for every repeat, judged both ways."""
+    """New candidates for every repeat, judged as states, declared, and as text."""
 
     def __init__(
         self, probe: Probe, fan: int, length: int, prompt: int, question: int, temperature: float
@@ -190,30 +217,38 @@ class _Judging:
         self._seeds = itertools.count(1)
 
     def measure(self, case: str, repeats: int) -> list[Figure]:
-        """Each way goes first in every other repeat; the first two repeats are warm-ups."""
+        """As states and as text take turns at going first, as the two together and declared do; the first two repeats
+        are warm-ups.
+        """
         probe, backend = self._probe, self._probe.core.default_backend
         (shared,) = probe.prefill([self._prompt])
         inner: list[float] = []
         states: list[Trace] = []
         plain: list[Trace] = []
+        declared: list[_Declared] = []
         for repeat in range(-WARM_UPS, repeats):
+            together = self._declared(shared) if repeat % 2 == 0 else None
             candidates, seconds = self._candidates(shared)
             question = probe.ids(self._question)
             as_states, as_text = self._both_ways(shared, candidates, question, repeat % 2 == 1)
             for candidate in candidates:
                 candidate[0].release()
+            together = together or self._declared(shared)
             if repeat >= 0:
                 inner.append(seconds)
                 states.append(as_states)
                 plain.append(as_text)
+                declared.append(together)
         shared.release()
 
+        def times(metric: str, seconds: Sequence[float]) -> Figure:
+            return Figure.of(case, backend, metric, [s * 1e3 for s in seconds], "ms")
+
         def first(metric: str, traces: list[Trace]) -> Figure:
-            return Figure.of(case, backend, metric, [t.ttft * 1e3 for t in traces], "ms")
+            return times(metric, [t.ttft for t in traces])
 
         def query(metric: str, traces: list[Trace]) -> Figure:
-            both = [(s + t.ttft) * 1e3 for s, t in zip(inner, traces, strict=True)]
-            return Figure.of(case, backend, metric, both, "ms")
+            return times(metric, [s + t.ttft for s, t in zip(inner, traces, strict=True)])
 
         def computed(metric: str, traces: list[Trace]) -> Figure:
             found = [
@@ -224,35 +259,44 @@ class _Judging:
         text = first("judge's first token, prefix reuse", plain)
         whole = query("candidates and judge, prefix reuse", plain)
         again = computed("judge's tokens computed, prefix reuse", plain)
-        seen = len(self._prompt) + self._fan * self._length + self._question
+        judges = [run.judge for run in declared]
         return [
             first(AS_STATES, states).against(REUSE, text.value),
+            times(DECLARED, [run.first for run in declared]).against(REUSE, text.value),
             text,
             query("candidates and judge, as states", states).against(REUSE, whole.value),
+            first("candidates and judge, declared", judges).against(REUSE, whole.value),
             whole,
             computed("judge's tokens computed, as states", states).against(REUSE, again.value),
+            computed("judge's tokens computed, declared", judges).against(REUSE, again.value),
             again,
-            Figure.of(case, backend, "candidates generated", [s * 1e3 for s in inner], "ms"),
-            Figure.count(case, "", "judge's input, nothing cropped", seen, "tokens"),
+            times("candidates generated", inner),
+            Figure.count(case, "", "judge's input, nothing cropped", self._seen, "tokens"),
         ]
+
+    @property
+    def _seen(self) -> int:
+        """Tokens that a judge sees."""
+        return len(self._prompt) + self._fan * self._length + self._question
+
+    def _candidate(self, shared: State, *, keep: bool) -> Request:
+        """A new one, of another task and seed than all before it."""
+        probe = self._probe
+        return probe.request(
+            probe.ids(TASK),
+            context=[shared],
+            tokens=self._length,
+            temperature=self._temperature,
+            seed=next(self._seeds),
+            keep=keep,
+        )
 
     def _candidates(self, shared: State) -> tuple[list[tuple[State, tuple[int, ...]]], float]:
         """States and outputs of new candidates, all generated at once, and the seconds that took."""
         from dagengine.state import make_result
 
         probe = self._probe
-        requests = [
-            probe.request(
-                probe.ids(TASK),
-                context=[shared],
-                tokens=self._length,
-                temperature=self._temperature,
-                seed=next(self._seeds),
-                keep=True,
-            )
-            for _ in range(self._fan)
-        ]
-        traces = probe.run(requests)
+        traces = probe.run([self._candidate(shared, keep=True) for _ in range(self._fan)])
         found = []
         for trace in traces:
             assert trace.choice is not None and len(trace.choice.token_ids) == self._length
@@ -277,5 +321,34 @@ class _Judging:
         for trace in (as_states, as_text):
             assert trace.choice is not None
             dag = trace.choice.dag
-            assert dag.visible + dag.input == len(ids), "both ways see the same tokens"
+            assert dag.visible + dag.input == len(ids) == self._seen, "both ways see the same tokens"
         return as_states, as_text
+
+    def _declared(self, shared: State) -> _Declared:
+        """New candidates and their judge as one submission."""
+        from dagengine import ContextRef
+
+        probe = self._probe
+        candidates = [self._candidate(shared, keep=False) for _ in range(self._fan)]
+        outputs = [ContextRef(request=one.id, mode="artifact", span="output") for one in candidates]
+        judge = probe.request(probe.ids(self._question), context=[shared, *outputs])
+        *traces, judged = probe.run([*candidates, judge])
+        for trace in traces:
+            assert trace.choice is not None and len(trace.choice.token_ids) == self._length
+        assert judged.choice is not None
+        dag = judged.choice.dag
+        assert dag.visible + dag.input == self._seen, "it sees as many tokens as the other two"
+        return _Declared(judged, max(trace.sampled[-1] for trace in traces))
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """A judge that was submitted with its candidates; `ended` is when their last token reached the host."""
+
+    judge: Trace
+    ended: float
+
+    @property
+    def first(self) -> float:
+        """Seconds from then to the judge's first token."""
+        return self.judge.sampled[0] - self.ended
