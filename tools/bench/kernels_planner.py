@@ -21,7 +21,9 @@ def time_planner(journal: Journal, seconds: float = 4.0) -> None:
     builder = GraphBuilder(PAGE_SIZE, 64, random.Random(0))
     nodes = [builder.node(builder.rng.randint(40, 400)) for _ in range(256)]
     spans = builder.batch([builder.rng.sample(nodes, 64) for _ in range(64)])
-    parameters = PlanParameters(group=4, num_kv_heads=8, rows_per_tile=(64, 128), workers=(264, 132), boxes=1)
+    parameters = PlanParameters(
+        group=4, num_kv_heads=8, rows_per_tile=(64, 128), workers=(264, 132), boxes=1, owners=True
+    )
     missing = native.why_missing()
     shown = "planner, C++" if missing is None else "planner, Python twin"
     if missing is not None:

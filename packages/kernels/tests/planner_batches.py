@@ -188,7 +188,11 @@ def check_shape(arrays: PlanArrays, parameters: PlanParameters) -> None:
         assert (np.diff(one.work_indptr) >= 0).all()
         lengths = one.works[:, 3] - one.works[:, 2]
         cut = one.works[:, 4] >= 0
-        least = 1 if parameters.invariant_chunk or share_a_walk(one, arrays.entries, boxes) else parameters.min_chunk
+        least = (
+            1
+            if parameters.invariant_chunk or share_a_walk(one, arrays.entries, boxes)
+            else parameters.min_chunk
+        )
         assert (lengths[cut] >= least).all()
     heights = [one.rows_per_tile for one in arrays.classes]
     assert heights == sorted(set(heights)) and set(heights) <= set(parameters.rows_per_tile)

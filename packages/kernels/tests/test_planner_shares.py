@@ -97,3 +97,24 @@ def test_few_query_tiles_of_a_long_walk_read_the_same_pages_at_the_same_time():
     shares = [one.works[a:b, 1:4] for a, b in pairwise(one.work_indptr)]
     for first, second in zip(shares[::2], shares[1::2], strict=True):
         assert np.abs(first - second).max() <= 1  # one tile's last KV tile may be beyond the other's end
+
+
+@pytest.mark.parametrize("readers", [64, 128])
+def test_query_tiles_that_begin_with_the_same_pages_read_them_at_the_same_time(readers):
+    parameters = replace(H200, rows_per_tile=(128,), workers=(132,), boxes=2, owners=True, run_cost=1)
+    shared = pages(0, 32768)
+    table = batch(*([(shared, 0, 32768), (pages(1000 + i, 48), 0, 48)] for i in range(readers)))
+    arrays = plan_spans(table, parameters)
+    (one,) = arrays.classes
+    width = readers // 32
+    assert len(one.tile_rows) == width
+    for makespan, mean in balance(arrays, parameters):
+        assert makespan <= 1.05 * mean
+    begins = [one.works[one.works[:, 0] == tile, 2].min() for tile in range(width)]
+    shares = [one.works[a:b] for a, b in pairwise(one.work_indptr)]
+    for team in range(len(shares) // width):
+        found = [
+            [(head, begin - begins[tile], end - begins[tile]) for tile, head, begin, end, _ in share.tolist()]
+            for share in shares[team * width : (team + 1) * width]
+        ]
+        assert found.count(found[0]) == width

@@ -17,7 +17,9 @@ from dagengine_kernels.fused.plan import PlanParameters
 from dagengine_kernels.fused.spans import SequenceSpans, SpanTable
 from dagengine_kernels.graph_cases import GRAPH_CASES, GraphBuilder, graph_case
 
-PARAMETERS = PlanParameters(group=4, num_kv_heads=8, rows_per_tile=(64, 128), workers=(264, 132), boxes=1)
+PARAMETERS = PlanParameters(
+    group=4, num_kv_heads=8, rows_per_tile=(64, 128), workers=(264, 132), boxes=1, owners=True
+)
 SEQUENCES = SEGMENTS = 64
 
 

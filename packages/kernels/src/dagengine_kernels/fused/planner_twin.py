@@ -319,7 +319,9 @@ class _Planner:
         tile.begin, tile.end = tile.walk_begin, len(self.entries) // self.parameters.boxes
         self.tiles.append(tile)
 
-    def _packs(self, groups: Mapping[Vector, Sequence[Part]], tails: Mapping[Vector, int]) -> list[list[Vector]]:
+    def _packs(
+        self, groups: Mapping[Vector, Sequence[Part]], tails: Mapping[Vector, int]
+    ) -> list[list[Vector]]:
         """Groups of one slot each that are one run together, those that grow in a pack of their own, the last one.
 
         Of what does not grow the k-th group of each slot is in pack k.
@@ -332,7 +334,11 @@ class _Planner:
         times: dict[int, int] = {}
         for vector, pieces in groups.items():
             seeing = [slot for slot, delta in enumerate(vector) if delta != INVISIBLE]
-            if len(vector) == 1 or len(seeing) != 1 or sum(stop - start for _, _, start, stop in pieces) >= most:
+            if (
+                len(vector) == 1
+                or len(seeing) != 1
+                or sum(stop - start for _, _, start, stop in pieces) >= most
+            ):
                 continue
             if vector in tails:
                 growing.append(vector)
@@ -643,7 +649,8 @@ class _Planner:
         boxes = self.parameters.boxes
         half = (max(tile.end - tile.begin, other.end - other.begin) + 1) // 2
         return half <= min(tile.end - tile.begin, other.end - other.begin) and all(
-            self.entries[tile.begin * boxes + i][:ENTRY_RUN] == self.entries[other.begin * boxes + i][:ENTRY_RUN]
+            self.entries[tile.begin * boxes + i][:ENTRY_RUN]
+            == self.entries[other.begin * boxes + i][:ENTRY_RUN]
             for i in range(half * boxes)
         )
 
