@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from scripted_text import text_engine
 
-from dagengine import LLM, BulkItem, DagError
+from dagengine import LLM, BulkItem, DagError, EngineDead
 from dagengine.bulk_order import order_queries
 from dagengine.query_run import QueryRun
 from dagengine_core_graph.query import Retrieve, cross, g, plus, retrieve, user
@@ -328,6 +328,38 @@ def test_an_option_that_is_wrong_for_any_query_is_refused_once_before_anything_r
             llm.query_bulk(queries, on_item=ended.append, **{**OPTIONS, **wrong})
         assert (error.value.code, error.value.field) == (code, next(iter(wrong)))
     assert not ended and llm.engine.ask(lambda core: core.stats.steps) == 0
+
+
+def test_the_engine_is_asked_once_what_it_takes_and_what_it_refuses_stays_refused(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    ask = llm.engine.ask
+
+    def counted(function: Any) -> Any:
+        asked.append(function)
+        return ask(function)
+
+    monkeypatch.setattr(llm.engine, "ask", counted)
+    for _ in range(2):
+        assert not llm.query_bulk([asking(0, 1)], **OPTIONS).errors
+    assert len(asked) == 1
+    assert not llm.query_bulk([asking(0, 1)], position="native", **OPTIONS).errors
+    assert len(asked) == 2
+    for _ in range(2):
+        with pytest.raises(DagError) as error:
+            llm.query_bulk([asking(0, 1)], position="sideways", **OPTIONS)
+        assert error.value.code == "policy_unsupported"
+    assert not llm.query_bulk([asking(0, 1)], position="native", **OPTIONS).errors and len(asked) == 4
+
+
+def test_a_dead_engine_refuses_a_bulk_as_a_whole(llm: LLM) -> None:
+    llm.query_bulk([asking(0, 1)], **OPTIONS)
+    llm.close()
+    ended: list[BulkItem] = []
+    with pytest.raises(EngineDead):
+        llm.query_bulk([asking(0, 1), asking(1, 2)], on_item=ended.append, **OPTIONS)
+    assert not ended
 
 
 @pytest.mark.parametrize("queries", ["a text", g("a", max_tokens=1), None, 3])

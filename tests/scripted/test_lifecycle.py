@@ -18,6 +18,7 @@ from dagengine.runner import Chunk
 from dagengine.running import RunningRequest
 from dagengine.sequence import SamplingRow, Sequence
 from dagengine_kvstore import Lease
+from dagengine_kvstore.reuse import ContentTable
 
 pytestmark = pytest.mark.usefixtures("step_mode")
 
@@ -591,6 +592,31 @@ def test_an_idle_device_gets_what_may_begin_before_the_records_of_its_parents_ar
     ends = [event for event in events if isinstance(event, FinishedEvent)]
     assert [(end.request_id, end.error) for end in ends] == [(name, None) for name in ("a", "b", "judge")]
     core.store.check()
+
+
+def test_what_a_step_leaves_to_be_found_is_worked_out_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = world(page_size=4)
+    done: list[str] = []
+    collect, extend = run.core._pipeline.collect, ContentTable.extend
+
+    def collected() -> Any:
+        done.append("wait")
+        return collect()
+
+    def extended(*arguments: Any) -> Any:
+        done.append("content")
+        return extend(*arguments)
+
+    monkeypatch.setattr(run.core._pipeline, "collect", collected)
+    monkeypatch.setattr(ContentTable, "extend", extended)
+    reads = [ContextRef(request=name, mode="artifact") for name in ("a", "b")]
+    run.submit(document("a", 10), document("b", 9, 300), question("judge", *reads, sampling=GREEDY))
+    run.run()
+    assert done[: done.index("wait")].count("content") >= 6, "also their last pages: they were sealed early"
+    run.submit(document("a again", 8))
+    run.run()
+    assert run.ends["a again"].choices[0].dag.computed == 0
+    run.core.store.check()
 
 
 def test_a_request_whose_answer_cannot_be_recorded_ends_once_and_leaves_no_state(

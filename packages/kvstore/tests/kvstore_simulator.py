@@ -143,6 +143,7 @@ class Simulator:
             (10, self.end_step),
             (6, self.seal),
             (3, self.seal_early),
+            (3, self.look_ahead),
             (1, self.abort),
             (1, self.crash),
             (2, self.roll_back),
@@ -332,6 +333,11 @@ class Simulator:
             assert list(record.tokens) == request.node.tokens
             request.early = True
             self.held.append((request.node, record.length))
+
+    def look_ahead(self) -> None:
+        """Changes nothing that anybody sees."""
+        if self.requests:
+            self.rng.choice(self.requests).writer.look_ahead()
 
     def seal(self) -> None:
         ready = [r for r in self.requests if r.writer.num_tokens == r.writer.num_committed > 0]

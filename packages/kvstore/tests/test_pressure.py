@@ -520,6 +520,18 @@ def test_the_order_of_use_forgets_nodes_that_nobody_can_reach() -> None:
     assert len(store._books._used) < 2000 and list(store._books.by_use()) == [kept]
 
 
+def test_a_look_at_the_order_of_use_that_ends_early_forgets_what_it_came_by() -> None:
+    store = make_store(num_pages=8)
+    nodes = [write(store, [number]) for number in range(5)]
+    for node in (nodes[0], nodes[1], nodes[4]):
+        store.evict(node)
+    for node in store._books.by_use():
+        assert node is nodes[2]
+        break
+    assert list(store._books._used) == [nodes[2].uid, nodes[3].uid, nodes[4].uid]
+    store.check()
+
+
 def test_pinned_and_released_nodes_change_who_makes_room() -> None:
     store = make_store(num_pages=8)
     nodes = [write(store, [number] * 5) for number in range(4)]

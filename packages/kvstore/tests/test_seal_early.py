@@ -105,6 +105,21 @@ def test_nothing_is_written_behind_it() -> None:
         writer.abort()
 
 
+def test_what_is_worked_out_ahead_of_its_seal_holds_the_last_page_too() -> None:
+    store = make_store()
+    writer = written(store, [1, 2, 3, 4, 5, 6])
+    node = writer.seal_early()
+    writer.look_ahead()
+    other = store.begin([], [], 0, signature=SIGNATURE)
+    assert other.match([1, 2, 3, 4, 5, 6], whole=True) == 0, "its step still runs"
+    writer.commit(6)
+    writer.seal()
+    assert other.match([1, 2, 3, 4, 5, 6], whole=True) == 6 and other.pages == list(node.pages)
+    with refused("writer_closed"):
+        writer.look_ahead()
+    store.check()
+
+
 def test_tokens_that_are_not_known_and_spans_outside_are_refused_and_change_nothing() -> None:
     store = make_store()
     writer = written(store, [1, 2, 3])

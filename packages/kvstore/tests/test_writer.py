@@ -159,6 +159,54 @@ def test_a_page_is_reusable_only_when_its_tokens_are_named() -> None:
     assert second.match([1, 2, 3, 5]) == 0 and second.match([1, 2, 3, 4]) == 4
 
 
+def test_slots_go_on_in_the_next_page_wherever_it_is() -> None:
+    store = make_store()
+    first, second = (store.begin([], [], 0, signature=SIGNATURE) for _ in range(2))
+    for writer in (first, second, first):
+        writer.reserve(4 if writer is second else len(first.pages) * 4 + 3)
+    first.reserve(10)
+    slots = first.append([1]) + first.append([2, 3, 4, 5, 6, 7], unknown=1) + first.append([], 0)
+    assert slots == [page * 4 + row for page in first.pages[:2] for row in range(4)]
+    assert first.pages[1] != first.pages[0] + 1, "the second writer has the page behind the first"
+
+
+def test_what_was_worked_out_ahead_of_a_commit_is_found_after_it_and_not_sooner() -> None:
+    store = make_store()
+    first, second = (store.begin([], [], 0, signature=SIGNATURE) for _ in range(2))
+    first.reserve(11)
+    first.append([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    first.commit(2)
+    for _ in range(2):
+        first.look_ahead()
+        assert second.match([1, 2, 3, 4, 5, 6, 7, 8]) == 0, "its step still runs"
+    first.commit(4)
+    first.append([10], unknown=1)
+    first.look_ahead()
+    first.commit(4)
+    first.fill([12])
+    first.commit(1)
+    node = first.seal()
+    assert second.match([1, 2, 3, 4, 5, 6, 7, 8]) == 8
+    assert second.match([9, 10, 11], whole=True) == 0 and second.match([9, 10, 12], whole=True) == 3
+    assert second.pages == node.pages
+    with refused("writer_closed"):
+        first.look_ahead()
+    store.check()
+
+
+def test_what_was_worked_out_ahead_goes_with_a_rollback() -> None:
+    store = make_store()
+    first, second = (store.begin([], [], 0, signature=SIGNATURE) for _ in range(2))
+    for tokens in ([1, 2, 3, 4, 5], [6, 7, 8, 9, 1]):
+        first.rollback()
+        first.reserve(5)
+        first.append(tokens)
+        first.look_ahead()
+    first.commit(5)
+    assert second.match([1, 2, 3, 4]) == 0 and second.match([6, 7, 8, 9]) == 4
+    store.check()
+
+
 @pytest.mark.parametrize("end", ["rollback", "abort"])
 def test_unknown_tokens_end_with_their_writer(end: str) -> None:
     store = make_store(num_pages=2)

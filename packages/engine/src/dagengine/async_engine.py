@@ -112,12 +112,17 @@ class EngineThread:
             else:
                 tell(lambda: answers.put(answer))
 
-        if self._dead is not None or os.getpid() != self._process:
-            raise self._dead or EngineDead("the engine is closed")
+        self.check_serving()
         self._commands.put(run)
         if self._dead is not None:
             self._drain()
         return answers.get().result()
+
+    def check_serving(self) -> None:
+        """Raises EngineDead where nothing is served any more, as `ask` does."""
+        # not Thread.is_alive: an interrupt in it makes it call a running thread ended (bpo-45274)
+        if self._dead is not None or os.getpid() != self._process:
+            raise self._dead or EngineDead("the engine is closed")
 
     def submit(self, requests: Sequence[Request], on_event: OnEvent) -> Future[Sequence[Request]]:
         """Accept one request, or a group that may refer to each other.
@@ -220,9 +225,10 @@ class EngineThread:
             self._thread.join(wait_s)
 
     def _post(self, run: Callable[[], None], future: Future[T]) -> None:
-        # not Thread.is_alive: an interrupt in it makes it call a running thread ended (bpo-45274)
-        if self._dead is not None or os.getpid() != self._process:
-            future.set_exception(self._dead or EngineDead("the engine is closed"))
+        try:
+            self.check_serving()
+        except EngineDead as error:
+            future.set_exception(error)
             return
         self._commands.put(run)
         if self._dead is not None:

@@ -18,21 +18,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from dagengine_core_graph.query import FindFragments, Query
 
 from .bulk_order import ORDERS, order_queries, windows_of
-from .core import EngineCore
 from .encoded_queries import EncodedQuery, QueryDraft, encode_drafts
 from .errors import DagError, shown
-from .inputs import new_request_id
 from .queries import QueryOptions, fragment_keys
 from .query_results import QueryResult, QueryTokens
 from .query_run import QueryRun, result_of
-from .request import FinishedEvent, Keep, Request
+from .request import FinishedEvent, Keep
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -124,7 +121,7 @@ def run_bulk(
         if function is not None and not callable(function):
             raise DagError("invalid_request", f"{name} is called, unlike {function!r}", name)
     settings = llm.query_options(keep=keep, **options)
-    page_size, num_pages = llm.engine.ask(partial(_pool, settings=settings))
+    page_size, num_pages = llm.pool_of(settings)
     ended = _Ended(on_item)
     bulk = _Bulk(
         llm=llm,
@@ -143,16 +140,6 @@ def run_bulk(
     except BaseException:
         ended.close()
         raise
-
-
-def _pool(core: EngineCore, settings: QueryOptions) -> tuple[int, int]:
-    """Page size and number of pages of an engine. Raises DagError for what it would refuse of any request."""
-    any_request = Request(
-        new_request_id(), (0,), None, position=settings.position, backend=settings.backend, salt=settings.salt
-    )
-    core.check(any_request)
-    core.preparer.prepare(any_request, [])
-    return core.store.page_size, core.store.num_pages
 
 
 class _Ended:
@@ -216,7 +203,7 @@ class _Bulk:
             for index, query in encoded.items()
         }
         ordered = list(encoded)
-        if self.order == "locality":
+        if self.order == "locality" and len(ordered) > 1:
             ordered = [ordered[place] for place in order_queries(list(wanted.values()), self.budget)]
         together = None if self.window == 1 else self.budget
         room = self.budget if together is None else max(1, self.budget // AT_ONCE)

@@ -33,7 +33,7 @@ from .config import EngineConfig
 from .errors import DagError, as_dag_error
 from .host_tier import HostTier
 from .host_time import HostTime
-from .pipeline import Launch, Pipeline
+from .pipeline import Flight, Launch, Pipeline
 from .prepare import Preparer, ResolvedRef
 from .records import engine_facts
 from .request import Event, Request, check_parent, check_request
@@ -417,6 +417,7 @@ class EngineCore(StateOperations):
         else is launched.
         """
         failures = self._stats.failed_steps
+        self._look_ahead(self._pipeline.oldest)
         flight, failed = self._pipeline.collect()
         if self.host_tier is not None:
             self.host_tier.end_step(failed=flight.failed)
@@ -433,6 +434,14 @@ class EngineCore(StateOperations):
             self._stats.failed_steps = failures + 1
         elif not flight.failed:
             self._stats.failed_steps = 0
+
+    def _look_ahead(self, flight: Flight) -> None:
+        """Do what can be done of `_commit` before a step has ended, while the device is busy with it."""
+        for launch in flight.launches:
+            for chunk in launch.chunks:
+                work = chunk.work
+                if chunk.count > 1 and work.phase is Phase.RUNNING and isinstance(work, Sequence):
+                    work.writer.look_ahead()  # type: ignore[union-attr]
 
     def _commit(self, chunks: list[Chunk]) -> None:
         """KV of a step is there: of work that still runs, not of what ended while the step was in flight."""

@@ -5,9 +5,11 @@ query ─ plan, lower ─► nodes ─ look up ─► QueryDraft ─ tokenize wh
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from dagengine_core_graph import Artifact, GraphError
 from dagengine_core_graph.query import (
@@ -18,6 +20,7 @@ from dagengine_core_graph.query import (
     Query,
     QueryNode,
     Retrieve,
+    dump_query,
     join_path,
     lower,
     plan,
@@ -26,7 +29,7 @@ from dagengine_core_graph.query import (
 
 from .errors import DagError, as_dag_error
 from .held import HeldInput, HeldParams
-from .prompt_cache import Lookup, PromptCache
+from .prompt_cache import Ids, Lookup, PromptCache
 from .retrievers import guarded
 from .state import State
 from .tokenizer import Chat, ChatPrompt
@@ -67,6 +70,25 @@ class EncodedQuery:
     def num_tokens(self) -> int:
         """Own input tokens of all nodes."""
         return sum(len(prompt.input_ids) for prompt in self.prompts.values())
+
+    @cached_property
+    def document(self) -> object | None:
+        """The planned query as it is recorded, not to be changed; None where it reads answers of an earlier query, for
+        those are not in it.
+        """
+        if any(isinstance(node.generate, HeldParams) for node in self.lowered.nodes):
+            return None
+        return dump_query(self.planned.query)["query"]
+
+    @cached_property
+    def input_digest(self) -> str:
+        """Tells apart queries whose nodes have other input tokens."""
+        digest = hashlib.blake2b(digest_size=16)
+        for node, prompt in self.prompts.items():
+            ids = prompt.input_ids
+            assert isinstance(ids, Ids), "queries are encoded by a PromptCache"
+            digest.update(node.encode() + b":" + ids.digest)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -81,6 +82,7 @@ class LLM:
         self.engine = EngineThread(core)
         self.fragments = FragmentStates()
         self.prompts = PromptCache(core.tokenizer)
+        self._pool: tuple[tuple[str, str | None], tuple[int, int]] | None = None
 
     def prefill(
         self,
@@ -216,6 +218,17 @@ class LLM:
             keep=keep_of(keep),
             fragment_ttl_s=self.fragments.ttl_s,
         )
+
+    def pool_of(self, options: QueryOptions) -> tuple[int, int]:
+        """Page size and number of pages of the engine, which is not asked again after equal options.
+
+        Raises: DagError for what it would refuse of any request with these options, or because it is dead.
+        """
+        self.engine.check_serving()
+        asked = options.position, options.backend
+        if self._pool is None or self._pool[0] != asked:
+            self._pool = asked, self.engine.ask(partial(_pool, options=options))
+        return self._pool[1]
 
     def draft_query(
         self,
@@ -359,6 +372,15 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _pool(core: EngineCore, options: QueryOptions) -> tuple[int, int]:
+    any_request = Request(
+        new_request_id(), (0,), None, position=options.position, backend=options.backend, salt=options.salt
+    )
+    core.check(any_request)
+    core.preparer.prepare(any_request, [])
+    return core.store.page_size, core.store.num_pages
 
 
 def _engine_config(position: str | None, options: Mapping[str, Any]) -> EngineConfig:

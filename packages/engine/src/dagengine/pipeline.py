@@ -95,6 +95,11 @@ class Pipeline:
     def num_in_flight(self) -> int:
         return len(self._flights)
 
+    @property
+    def oldest(self) -> Flight:
+        """The step that is collected next."""
+        return self._flights[0]
+
     def launch(self, chunks: SequenceOf[Chunk]) -> Flight:
         """Enqueue one step. Chunks of different backends run one after the other; a launch that fails says so."""
         flight = Flight(self._store.begin_step())

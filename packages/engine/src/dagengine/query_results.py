@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from dagengine_core_graph.query import NOTHING, Generate, Join, Monad, Plan, Query, dump_query
+from dagengine_core_graph.query import NOTHING, Generate, Join, Monad, Plan, Query
 
 from .async_engine import EngineThread
 from .encoded_queries import QueryTiming
 from .errors import DagError
 from .held import HeldParams, held_answer
-from .prompt_cache import Ids
 from .queries import QueryJob
 from .records import FORMAT
 from .request import Choice, FinishedEvent
 from .state import Result, Usage, make_result
-from .tokenizer import ChatPrompt
 
 
 @dataclass(frozen=True)
@@ -128,17 +125,13 @@ def _record(
     tokens: QueryTokens,
     facts: Mapping[str, object],
 ) -> dict[str, Any]:
-    """The record of a query: the planned query, in which retrievals have been made, and every call's seed and output.
-
-    `query` is None where it reads answers that an earlier query left: those are not in it.
-    """
+    """The record of a query: the planned one, in which retrievals have been made, and every call's seed and output."""
     query, options = job.queries[index], job.options
-    reads_held = any(isinstance(node.generate, HeldParams) for node in query.lowered.nodes)
     first = next(iter(calls.values())).dag.record if calls else {}
     return {
         "format": FORMAT,
         "kind": "query",
-        "query": None if reads_held else dump_query(query.planned.query)["query"],
+        "query": query.document,
         "rewrites": list(query.planned.rewrites),
         "reductions": [
             {"path": item.path, "width": item.width, "arity": item.arity} for item in query.planned.reductions
@@ -149,7 +142,7 @@ def _record(
         "implementation": first.get("implementation"),
         "max_tokens": options.max_tokens,
         "reuse": {"input": tokens.input, "computed": tokens.computed, "reused": tokens.reused},
-        "input_digest": input_digest(job, index),
+        "input_digest": query.input_digest,
         **facts,
         "calls": [
             {
@@ -161,20 +154,6 @@ def _record(
             for node, choice in calls.items()
         ],
     }
-
-
-def input_digest(job: QueryJob, index: int) -> str:
-    """Tells apart queries whose nodes have other input tokens."""
-    digest = hashlib.blake2b(digest_size=16)
-    for node, prompt in job.queries[index].prompts.items():
-        digest.update(node.encode() + b":" + _ids(prompt).digest)
-    return digest.hexdigest()
-
-
-def _ids(prompt: ChatPrompt) -> Ids:
-    found = prompt.input_ids
-    assert isinstance(found, Ids), "queries are encoded by a PromptCache"
-    return found
 
 
 class AnsweredQuery:

@@ -135,6 +135,8 @@ class QueryRun:
         """Wait for all; the terminal events by request id. What is left of the fragments is kept; states of answers are
         the caller's, until `cancel`.
         """
+        for query in self.job.queries:  # what records say of them, while the device is busy with them
+            _ = query.document, query.input_digest
         events = self._submitted.wait()
         self._keep([event for event in events if event.request_id not in self._kept])
         return {event.request_id: event for event in events}

@@ -17,7 +17,6 @@ from .encoded_queries import encode_query
 from .errors import DagError, as_dag_error, shown
 from .inputs import new_request_id
 from .queries import QueryOptions
-from .query_results import input_digest
 from .query_run import run_queries
 from .records import FORMAT
 from .request import Choice, ContextRef, FinishedEvent, Request
@@ -307,7 +306,7 @@ def _replay_query(
         fragment_ttl_s=llm.fragments.ttl_s,
     )
     job, found, _ = run_queries(llm, [encoded], options, seeds=[seeds])
-    if input_digest(job, 0) != record["input_digest"]:
+    if job.queries[0].input_digest != record["input_digest"]:
         message = "its messages are other tokens here: another tokenizer, or another chat template"
         raise DagError("signature_mismatch", message, f"{path}.input_digest")
     for index, call in enumerate(record["calls"]):

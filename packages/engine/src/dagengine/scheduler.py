@@ -123,15 +123,16 @@ class Scheduler:
         joined: list[Chunk] = []
         completing: list[Sequence] = []
         while budget and chunks:
-            completing += [
+            more = [
                 chunk.work
                 for chunk in chunks
                 if isinstance(chunk.work, Sequence)
                 and chunk.work.keep
                 and chunk.work.completes_with(chunk.count)
             ]
+            completing += more
             chunks = []
-            readers = self._begin_readers(completing) if completing else []
+            readers = self._begin_readers(completing) if more else []
             for reader in sorted(readers, key=lambda reader: reader.order):
                 # Chunks of different backends run one after the other, in no order that matters to readers.
                 alike = all(work.backend == reader.backend for work in completing)

@@ -221,11 +221,15 @@ class Tokenizer:
         environment.globals[CLOCK] = lambda form: datetime.now().strftime(form)
         environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
         try:
-            return environment.from_string(source)
+            template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise DagError(
                 "unsupported", f"the chat template does not compile: {error}", "chat_template"
             ) from None
+        template.globals = dict(
+            template.globals
+        )  # each rendering copies them: a chain of maps takes its time
+        return template
 
 
 class _Generation(Extension):

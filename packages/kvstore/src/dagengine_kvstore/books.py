@@ -99,14 +99,19 @@ class Books:
 
     def by_use(self) -> Iterator[NodeRecord]:
         """Sealed nodes that have pages, the one used longest ago first; of those used together the youngest first,
-        since it depends on the older ones.
+        since it depends on the older ones. Nothing is used until whoever asks has seen enough, or all.
         """
-        for uid in tuple(self._used):
-            node = self._nodes.get(uid)
-            if node is None or not any(page is not None for page in node.pages):
-                del self._used[uid]  # pages come with a use
-            else:
-                yield node
+        gone: list[int] = []
+        try:
+            for uid in self._used:
+                node = self._nodes.get(uid)
+                if node is None or not any(page is not None for page in node.pages):
+                    gone.append(uid)  # pages come with a use
+                else:
+                    yield node
+        finally:
+            for uid in gone:
+                del self._used[uid]
 
     def use(self, nodes: Iterable[NodeRecord]) -> None:
         """Nodes are used, together. The time of a use is a count, so that eviction does not depend on the clock."""

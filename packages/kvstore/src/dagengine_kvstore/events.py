@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from dagengine_kvstore.tiers import Tier
 
@@ -36,11 +37,11 @@ class EventLog:
     """The newest `max_events` records."""
 
     def __init__(self, max_events: int) -> None:
-        self._ring: deque[Event] = deque(maxlen=max_events)
+        self._ring: deque[tuple[Any, ...]] = deque(maxlen=max_events)  # fields of records; few are looked at
         self._next = 0
 
     def __iter__(self) -> Iterator[Event]:
-        return iter(tuple(self._ring))
+        return iter([Event(*fields) for fields in self._ring])
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -53,7 +54,7 @@ class EventLog:
     def since(self, seq: int) -> tuple[Event, ...]:
         """Records with `event.seq >= seq` that are still kept; older ones may have been dropped."""
         count = min(max(0, self._next - seq), len(self._ring))
-        return tuple(islice(reversed(self._ring), count))[::-1]
+        return tuple([Event(*fields) for fields in islice(reversed(self._ring), count)])[::-1]
 
     def record(
         self,
@@ -68,6 +69,5 @@ class EventLog:
         tier: Tier | None = None,
         error: str | None = None,
     ) -> None:
-        event = Event(self._next, seconds, kind, node, handle, tokens, pages, ticket, tier, error)
-        self._ring.append(event)
+        self._ring.append((self._next, seconds, kind, node, handle, tokens, pages, ticket, tier, error))
         self._next += 1

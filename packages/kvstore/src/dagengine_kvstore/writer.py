@@ -38,6 +38,7 @@ class PageWriter:
         self._committed = 0
         self._content: Context | Prefix = node.context  # of the pages before `_known`
         self._known = 0  # pages whose content is known
+        self._ahead: list[Prefix] = []  # contents of the next pages, which are not committed
         self._closed_tail = False  # the last page is partial and shared
         self._open = True
 
@@ -216,7 +217,13 @@ class PageWriter:
         self.num_unknown += unknown
         if count == 1:
             return [pages[begin // size] * size + begin % size]
-        return [pages[offset // size] * size + offset % size for offset in range(begin, begin + count)]
+        slots: list[int] = []
+        while count:
+            row = begin % size
+            first, rows = pages[begin // size] * size + row, min(count, size - row)
+            slots += range(first, first + rows)
+            begin, count = begin + rows, count - rows
+        return slots
 
     def fill(self, tokens: Sequence[int]) -> None:
         """Name the first of the tokens that were appended unknown.
@@ -273,6 +280,7 @@ class PageWriter:
         self._tokens.clear()
         self.num_unknown = self._committed = self._known = 0
         self._content = self.node.context
+        self._ahead.clear()
         self._closed_tail = False
         self._books.note("rollback", self.node)
 
@@ -285,7 +293,7 @@ class PageWriter:
         self._closed_tail = len(tokens) < self._books.page_size
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        content = self._books.contents.extend(self._content, tokens)
+        content = self._ahead.pop(0) if self._ahead else self._books.contents.extend(self._content, tokens)
         self._books.pool.remember(self.pages[self._known], content)
         self._content = content
         self._known += 1
@@ -363,6 +371,18 @@ class Writer(PageWriter):
         self._early = self._books.seal_early(self, checked)
         self._open = False
         return self.node
+
+    def look_ahead(self) -> None:
+        """Work out already what the appended pages will be known by, of which `commit` and `seal` then have less to do:
+        for while the step that writes them runs.
+        """
+        self._check_not_ended()
+        size, tokens = self.page_size, self._tokens
+        end = len(tokens) if self._early is not None else len(tokens) // size * size
+        content = self._ahead[-1] if self._ahead else self._content
+        for start in range((self._known + len(self._ahead)) * size, end, size):
+            content = self._books.contents.extend(content, tokens[start : min(start + size, end)])
+            self._ahead.append(content)
 
     def abort(self) -> None:
         """Give everything back; the node never becomes a state. One that was sealed early is none any more: it has no
