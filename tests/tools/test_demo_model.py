@@ -190,6 +190,27 @@ def test_a_changed_byte_is_found_by_its_checksum(tmp_path: Path) -> None:
     assert demo_model.damaged_files(folder) == ["model.safetensors"]
 
 
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({}, "/home/somebody/.cache/dagengine"),
+        ({"XDG_CACHE_HOME": "/fast"}, "/fast/dagengine"),
+        ({"XDG_CACHE_HOME": ""}, "/home/somebody/.cache/dagengine"),
+        ({"XDG_CACHE_HOME": "relative"}, "/home/somebody/.cache/dagengine"),
+        ({"XDG_CACHE_HOME": "/fast", "DAGENGINE_CACHE": "~/models"}, "/home/somebody/models"),
+        ({"DAGENGINE_CACHE": ""}, "/home/somebody/.cache/dagengine"),
+    ],
+)
+def test_the_cache_lies_where_the_environment_says(
+    environment: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DAGENGINE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/somebody", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert demo_model.cache_folder() == Path(folder)
+
+
 def test_a_failure_leaves_no_folder_behind(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"this is not a GGUF file, though it is named like one")

@@ -289,7 +289,24 @@ def test_another_format_is_refused() -> None:
 
 def test_a_close_name_is_suggested() -> None:
     assert "did you mean 'plus'" in str(refused({"pluss": []}))
-    assert FORMAT in str(refused({"fragment": "a"}))
+
+
+@pytest.mark.parametrize(
+    ("document", "field"),
+    [
+        ({"g": {"max_tokens": 8, "input": {"user": "x"}}}, "g.model"),
+        ({"cross": [{"g": {"input": {"user": "x"}}}]}, "cross[0].g.model"),
+        ({"map": {"metadata": {"max_tokens": 8}, "inputs": ["x"]}}, "map.metadata.model"),
+        ({"g": {**G, "options": {"top_p": 0.5}}}, "g.options"),
+        ({"g": {**G, "closed": True}}, "g.closed"),
+        ({"map": {"metadata": {"model": "m", "options": {}}, "inputs": ["x"]}}, "map.metadata.options"),
+        ({"fragment": "a"}, ""),
+    ],
+)
+def test_what_only_our_form_can_say_tells_a_bare_query_of_it(document: object, field: str) -> None:
+    error = refused(document)
+    assert (error.code, error.field or "") == ("invalid_request", field)
+    assert "read in spnl's form" in error.message and f"{{'format': {FORMAT!r}, 'query': …}}" in error.message
 
 
 NAMES = (

@@ -172,6 +172,27 @@ def test_figures_are_named_written_and_judged(tmp_path: Path, capsys: pytest.Cap
     assert "Bars" not in (tmp_path / "g.md").read_text()
 
 
+def test_each_case_is_shown_once_and_a_column_only_where_something_is_in_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cases = [f"a model, {size} fragments x 1024, question 32, 256 questions, in process" for size in (8, 16)]
+    figures = [Figure.count(case, "", f"metric {index}", 3.0, "ms") for index in range(9) for case in cases]
+    to = Destination(None, None, check=False, as_json=False)
+
+    def shown(*figures: Figure) -> tuple[str, list[str]]:
+        publish("x", figures, WHERE, to)
+        out = capsys.readouterr().out
+        return " ".join(out.split()), [line.strip("┃ ") for line in out.splitlines() if line.startswith("┃")]
+
+    text, heads = shown(*figures)
+    assert [text.count(case) for case in cases] == [1, 1] and text.count("metric 8") == 2
+    assert text.index(cases[0]) < text.index("metric 8") < text.index(cases[1])
+    assert [head.split() for head in heads] == ["metric ┃ value ┃ unit ┃ n".split()] * 2
+    text, heads = shown(figures[0].against("another", 2.0), *figures[1:])
+    assert "another: 2" in text
+    assert [head.split() for head in heads] == ["metric ┃ value ┃ unit ┃ n ┃ baseline ┃ ratio".split()] * 2
+
+
 def common(**given: object) -> Common:
     to = Destination(None, None, False, False)
     return Common(None, None, 5, 64, ThreadChoice(2, "as asked"), dict(given), to)

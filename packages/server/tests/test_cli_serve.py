@@ -70,7 +70,31 @@ def test_it_answers_and_drains(model_folder: Path, tmp_path: Path) -> None:
     assert "option max-body-bytes = 1000 (environment DAGENGINE_MAX_BODY_BYTES)" in messages
     assert "option host = 127.0.0.1 (default)" in messages
     assert "1 CPU thread: OMP_NUM_THREADS" in messages
+    assert "shutting down" in messages, "nothing runs that a second signal would cancel"
     assert "secret" not in log.read_text()
+
+
+@pytest.mark.timeout(60)
+def test_the_first_signal_tells_what_a_second_one_does_to_what_runs(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    process = start(model_folder, log, "--kv-pages", "128", "--served-model-name", "small")
+    body = {"model": "small", "prompt": "a", "max_tokens": 400, "min_tokens": 400, "stream": True}
+    try:
+        with httpx.stream(
+            "POST", f"{url_of(process, log)}/v1/completions", json=body, timeout=DEADLINE_S
+        ) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            assert "data: [DONE]" in list(lines)
+        assert process.wait(DEADLINE_S) == 0
+    finally:
+        process.kill()
+    told = [line for line in log.read_text().splitlines() if "shutting down" in line]
+    assert len(told) == 1, told
+    assert "1 requests may take 30 seconds; a second Ctrl-C or SIGTERM cancels them" in told[0]
 
 
 @pytest.mark.timeout(60)

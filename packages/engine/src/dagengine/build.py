@@ -78,15 +78,24 @@ def find_model(model: str | os.PathLike[str]) -> Path:
             "model_not_found", f"{str(model)!r} is no folder with a config.json, nor a Hub id", "model"
         )
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import constants, errors, snapshot_download
     except ImportError:
         hint = "install dagengine[hub] to load models by their Hub id"
         raise DagError("model_not_found", f"{str(model)!r} is no folder; {hint}", "model") from None
     try:
         return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except Exception as error:
+    except errors.LocalEntryNotFoundError as error:
+        cause = error.__cause__ or error
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{type(cause).__name__}: {cause}"
+        message = f"{str(model)!r} was not fetched before, and the Hub could not be reached: {why}"
+        raise DagError("model_not_found", message, "model") from error
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         raise DagError(
             "model_not_found", f"the Hub has no {str(model)!r} for us: {error}", "model"
+        ) from error
+    except Exception as error:
+        raise DagError(
+            "model_not_found", f"{str(model)!r} could not be fetched from the Hub: {error}", "model"
         ) from error
 
 

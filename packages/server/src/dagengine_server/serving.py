@@ -179,7 +179,11 @@ class DrainingServer(uvicorn.Server):
 
     async def _drained(self) -> None:
         service, deadline = self._service, time.monotonic() + self._timeout_s
-        log.info("shutting down: %d requests may take %g seconds", service.open_requests, self._timeout_s)
+        if service.open_requests:
+            told = "shutting down: %d requests may take %g seconds; a second Ctrl-C or SIGTERM cancels them"
+            log.info(told, service.open_requests, self._timeout_s)
+        else:
+            log.info("shutting down")
         while service.open_requests and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
         self._cancel_rest()

@@ -60,6 +60,10 @@ OUR_TAGS: Final = (
     "chat",
 )
 PARAMS: Final = ("model", "max_tokens", "temperature")
+READ_AS_SPNL: Final = (
+    "without a format a query is read in spnl's form; "
+    f"send it as {{'format': {FORMAT!r}, 'query': …}} where that is not meant"
+)
 
 
 def load_query(document: object) -> Query:
@@ -144,7 +148,7 @@ class _Loader:
         if not isinstance(tag, str):
             return f"names are strings, unlike {short(tag)}"
         if tag in OUR_TAGS:
-            return f"{tag} needs the format {FORMAT}"
+            return f"spnl has no {tag}: {READ_AS_SPNL}"
         hint = fields.suggest(tag, self.tags) or f"; known are {', '.join(self.tags)}"
         return f"no constructor is called {short(tag)}{hint}"
 
@@ -154,8 +158,22 @@ class _Loader:
             raise SchemaError("invalid_request", "at least one part is needed; leave out what is empty", path)
         return tuple([self.query(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(items)])
 
+    def _members(
+        self, value: object, path: str, known: tuple[str, ...], ours: tuple[str, ...]
+    ) -> dict[str, object]:
+        """Those of a call; `ours` are the ones that spnl's has not."""
+        if self.ours:
+            return fields.members(value, path, (*known, *ours))
+        if isinstance(value, Mapping):
+            for name in ours:
+                if name in value:
+                    raise SchemaError(
+                        "invalid_request", f"spnl has no {name}: {READ_AS_SPNL}", join(path, name)
+                    )
+        return fields.members(value, path, known)
+
     def _generate(self, value: object, path: str, depth: int) -> Generate:
-        found = fields.members(value, path, (*PARAMS, "input", *(("options", "closed") if self.ours else ())))
+        found = self._members(value, path, (*PARAMS, "input"), ("options", "closed"))
         params = self._params(found, path)
         if "input" not in found:
             raise SchemaError("invalid_request", "a g needs an input", join(path, "input"))
@@ -164,7 +182,7 @@ class _Loader:
 
     def _params(self, found: Mapping[str, object], path: str) -> GenerateParams:
         if "model" not in found and not self.ours:
-            raise SchemaError("invalid_request", "a model is needed", join(path, "model"))
+            raise SchemaError("invalid_request", f"a model is needed: {READ_AS_SPNL}", join(path, "model"))
         temperature = found.get("temperature", 0.6)
         if isinstance(temperature, bool) or not isinstance(temperature, int | float):
             raise SchemaError(
@@ -201,9 +219,8 @@ class _Loader:
 
     def _map(self, value: object, path: str, _: int) -> Map:
         found = fields.members(value, path, ("metadata", "inputs"))
-        known = (*PARAMS, "options") if self.ours else PARAMS
         here = join(path, "metadata")
-        params = self._params(fields.members(found.get("metadata"), here, known), here)
+        params = self._params(self._members(found.get("metadata"), here, PARAMS, ("options",)), here)
         inputs = fields.items(found.get("inputs"), join(path, "inputs"))
         if not inputs:
             raise SchemaError("invalid_request", "at least one input is needed", join(path, "inputs"))

@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from dagengine import DagError, Keep
 from dagengine.encoded_queries import EncodedQuery, QueryDraft, draft_query
-from dagengine.errors import as_dag_error
 from dagengine.queries import QueryJob, QueryOptions
 from dagengine.query_results import Outcome, outcome_of
 from dagengine.query_run import QuerySubmission
@@ -27,6 +26,7 @@ from ..errors import envelope
 from ..limits import MAX_CLIENT_ID
 from ..parameters import ExecuteParameters, PrepareParameters, described, read_parameters
 from ..parsing import body_came, is_small, read_query_json
+from ..query_errors import in_body, unplanned, unread
 from ..service import Service
 from ..sse import DONE, PING, EventStream, data_event, error_event, unless_disconnected
 from ..submission import Submission
@@ -50,12 +50,14 @@ class Job:
     Attributes:
         came: when the last of its body came, on the clock of `time.perf_counter`.
         texts: whether it is a `map`, whose answer is a text completion.
+        wrapped: whether its body has it as the member `query`.
     """
 
     head: Mapping[str, Any]
     came: float
     asked: QuerySubmission
     texts: bool
+    wrapped: bool
 
     @property
     def query(self) -> QueryJob:
@@ -63,8 +65,15 @@ class Job:
         return self.asked.job
 
     def outcome(self, found: Mapping[str, FinishedEvent]) -> Outcome:
-        """The whole answer, of all terminal events."""
-        return outcome_of(self.query, 0, found, self.asked.facts)
+        """The whole answer, of all terminal events. Raises DagError: what the first call that failed ended with."""
+        try:
+            return outcome_of(self.query, 0, found, self.asked.facts)
+        except DagError as error:
+            raise in_body(error, wrapped=self.wrapped) from None
+
+    def locate(self, request_id: str, error: DagError) -> DagError:
+        """The error of a request with its path in the body."""
+        return in_body(self.query.locate(request_id, error), wrapped=self.wrapped)
 
 
 @router.post("/execute", openapi_extra={"x-body": "SpanQuery", "parameters": described(ExecuteParameters)})
@@ -103,7 +112,7 @@ async def prepare(request: Request) -> Response:
         found = await unless_disconnected(_finished(service, job, submission), request.receive)
         for event in found.values():
             if event.error is not None:
-                raise job.query.locate(event.request_id, event.error)
+                raise job.locate(event.request_id, event.error)
         submission.delivered()
     service.end(id_of(request))
     answer = json_response({"success": True})
@@ -121,18 +130,20 @@ async def _job(
 ) -> Job:
     """What is to be submitted. Raises as `_encoded`."""
     service, came = service_of(request), await body_came(request)
-    encoded, options, texts = await _encoded(request, asked, reduce, keep)
+    encoded, options, texts, wrapped = await _encoded(request, asked, reduce, keep)
     submission = QuerySubmission(service.fragments, [encoded], options, prepare_only=prepare_only)
     head = {"id": id_of(request), "created": int(time.time()), "model": service.settings.served_model_name}
-    return Job(head, came, submission, texts)
+    return Job(head, came, submission, texts, wrapped)
 
 
 async def _encoded(
     request: Request, asked: PrepareParameters, reduce: int | None, keep: Keep | None
-) -> tuple[EncodedQuery, QueryOptions, bool]:
-    """Read, plan, lower and tokenize the body. Raises DagError naming the subtree."""
+) -> tuple[EncodedQuery, QueryOptions, bool, bool]:
+    """Read, plan, lower and tokenize the body; also gives `texts` and `wrapped` of the job. Raises DagError naming the
+    subtree.
+    """
     service, value = service_of(request), await read_query_json(request)
-    tenant = tenant_of(request)
+    tenant, wrapped = tenant_of(request), isinstance(value, dict) and "format" in value
     options = QueryOptions(
         position=service.model.default_policy if asked.position is None else asked.position,
         backend=asked.backend,
@@ -145,7 +156,7 @@ async def _encoded(
         try:
             return _renamed(load_query(value))
         except Exception as error:
-            raise as_dag_error(error) from None
+            raise unread(error, value) from None
 
     small = is_small(value, MOST_QUICK)
     query = await _quickly(small, load)
@@ -167,10 +178,13 @@ async def _encoded(
                 raise DagError("capacity", message, node.path)
         return found
 
-    drafted = await _quickly(small and query.size <= MOST_QUICK and not query.retrieves, draft)
-    brief = drafted.characters <= MOST_QUICK_CHARACTERS and drafted.chats <= MOST_QUICK_CHATS
-    encoded = await _quickly(brief, drafted.encode)
-    return encoded, options, isinstance(query, Map)
+    try:
+        drafted = await _quickly(small and query.size <= MOST_QUICK and not query.retrieves, draft)
+        brief = drafted.characters <= MOST_QUICK_CHARACTERS and drafted.chats <= MOST_QUICK_CHATS
+        encoded = await _quickly(brief, drafted.encode)
+    except DagError as error:
+        raise unplanned(error, query, service.settings.served_model_name, wrapped=wrapped) from None
+    return encoded, options, isinstance(query, Map), wrapped
 
 
 async def _quickly(quick: bool, function: Callable[[], T]) -> T:
@@ -185,7 +199,8 @@ async def _start(service: Service, job: Job, submission: Submission) -> None:
     except DagError as error:
         if error.code in ("timeout", "cancelled", "draining"):  # the engine may not answer at all
             raise
-        raise await service.call(partial(job.asked.locate, error=error)) from None
+        located = await service.call(partial(job.asked.locate, error=error))
+        raise in_body(located, wrapped=job.wrapped) from None
 
 
 async def _finished(service: Service, job: Job, submission: Submission) -> dict[str, FinishedEvent]:
@@ -276,7 +291,7 @@ async def _events(service: Service, job: Job, submission: Submission) -> AsyncGe
             failed = next((event for event in ended if event.error is not None), None)
             if failed is not None:
                 assert failed.error is not None
-                yield error_event(envelope(job.query.locate(failed.request_id, failed.error)))
+                yield error_event(envelope(job.locate(failed.request_id, failed.error)))
                 return
             _keep(service, job, submission, ended)
             for event in batch:

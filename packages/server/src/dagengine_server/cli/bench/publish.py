@@ -13,7 +13,7 @@ from ..console import CommandError, print_json, print_table
 from .record import Circumstances, Figure, dump_lines
 from .report import Bar, markdown, number, verdicts
 
-COLUMNS = ("case", "backend", "metric", "value", "unit", "n", "p95", "p99", "baseline", "ratio")
+COLUMNS = ("backend", "metric", "value", "unit", "n", "p95", "p99", "baseline", "ratio")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def publish(
         for figure in named:
             print_json(asdict(figure) | asdict(where), indent=None)
     else:
-        print_table("figures", COLUMNS, [_row(figure) for figure in named])
+        _print_figures(named)
         if judged:
             rows = [(v.bar.title, v.goal, v.measured, v.word) for v in judged]
             print_table("bars", ("bar", "goal", "measured", ""), rows)
@@ -80,10 +80,22 @@ def _write(path: Path, text: str) -> None:
         raise CommandError(f"{path} cannot be written: {error}") from None
 
 
+def _print_figures(figures: Sequence[Figure]) -> None:
+    """A table for each case: a column of their long names would be all that a terminal has room for. Columns that are
+    empty for all figures are left out.
+    """
+    rows = [_row(figure) for figure in figures]
+    kept = [index for index in range(len(COLUMNS)) if any(row[index] != "" for row in rows)]
+    cases: dict[str, list[list[object]]] = {}
+    for figure, row in zip(figures, rows, strict=True):
+        cases.setdefault(figure.case, []).append([row[index] for index in kept])
+    for case, shown in cases.items():
+        print_table(case, [COLUMNS[index] for index in kept], shown)
+
+
 def _row(figure: Figure) -> tuple[object, ...]:
     beside = f"{figure.baseline}: {number(figure.baseline_value)}" if figure.baseline else ""
     return (
-        figure.case,
         figure.backend,
         figure.metric,
         number(figure.value),
