@@ -454,8 +454,8 @@ __device__ __forceinline__ void enter(
 }
 
 __device__ __forceinline__ void consume(
-    const Params& p, const Shared& sh, int worker, int first_slab, int thread, int group) {
-    const int lane = thread & 31, t = lane & 3, g = lane >> 2, slab = first_slab + (thread >> 5);
+    const Params& p, const Shared& sh, int worker, int first_slab, int warp, int thread) {
+    const int lane = thread & 31, t = lane & 3, g = lane >> 2, slab = first_slab + (warp & 3), group = warp >> 2;
     if (!p.settled) await_previous();
     const int step = *p.step;
     const Unrotated unrotated{sh.base + SMEM_Q + first_slab * 16 * D * 2 + thread * 16};
@@ -621,6 +621,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend(const __grid_constan
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int mine = CONSUMERS == 1 ? group : 0;   // the stream of this warpgroup
-        consume(p, stream(memory, mine), blockIdx.x * STREAMS + mine, CONSUMERS == 1 ? 0 : 4 * group, threadIdx.x & 127, group);
+        consume(p, stream(memory, mine), blockIdx.x * STREAMS + mine, CONSUMERS == 1 ? 0 : 4 * group, warp, threadIdx.x & 127);
     }
 }
