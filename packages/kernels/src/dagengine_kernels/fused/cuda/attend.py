@@ -316,7 +316,7 @@ class CudaExecutor(Executor):
                 shape.scale / shape.softcap if shape.softcap else shape.scale * LOG2E,
                 (shape.softcap or 0.0) * LOG2E,
                 0 if plan.rotary is None else plan.rotary.length,
-                min(shape.window or 0, 2**30),  # no position is larger
+                shape.window or 0,
                 shape.num_kv_heads,
                 int(plan.settled),
             )

@@ -235,11 +235,12 @@ __device__ __forceinline__ void mask(
 #pragma unroll
     for (int b = 0; b < BOXES; ++b) {
         const Box box = boxes[b];
-        const int lo = box.lo(), pos0 = box.pos0;
-        const int hi0 = box.is_for(r0.slot) ? min(box.hi(), reach0 - pos0 + 1) : 0;
-        const int hi1 = PAIRED ? hi0 : box.is_for(r1.slot) ? min(box.hi(), reach1 - pos0 + 1) : 0;
+        const int lo = box.lo(), pos0 = box.pos0, stop = pos0 + box.hi();   // pos0 may be negative: reach - pos0 overflows
+        const int hi0 = box.is_for(r0.slot) ? min(reach0, stop - 1) - pos0 + 1 : 0;
+        const int hi1 = PAIRED ? hi0 : box.is_for(r1.slot) ? min(reach1, stop - 1) - pos0 + 1 : 0;
 #if WINDOW
-        const int lo0 = max(lo, reach0 - p.window - pos0 + 1), lo1 = max(lo, reach1 - p.window - pos0 + 1);
+        const int lo0 = min(max(pos0 + lo, reach0 - p.window + 1), stop) - pos0;
+        const int lo1 = min(max(pos0 + lo, reach1 - p.window + 1), stop) - pos0;
 #else
         const int lo0 = lo, lo1 = lo;
 #endif
