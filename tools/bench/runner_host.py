@@ -102,6 +102,7 @@ class PlanningBackend(AttentionBackend):
             min_chunk=4,
             work_cost=2,
             run_cost=1,
+            owners=True,
         )
         arrays = planner.plan_table(table, parameters, reserve=reserve)
         plan = FusedPlan("fused", table, shape, None, device, dtype, arrays, "cuda", slot=slot)

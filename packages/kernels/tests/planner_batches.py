@@ -62,6 +62,49 @@ def random_batch(rng: random.Random) -> tuple[SpanTable, list[list[int]] | None]
     return SpanTable.from_sequences(sequences, page_size=page_size), rng.choice((None, growing))
 
 
+def readers_of_states(
+    rng: random.Random,
+) -> tuple[SpanTable, list[list[int]], PlanParameters]:
+    """Readers of one or two states with tails of their own, as many as fill query tiles: the tiles of a state begin
+    alike and end apart. Pages to grow into, and parameters with workers enough that walks are cut."""
+    page_size = rng.choice((1, 16, 64))
+    numbers = list(range(9000))
+    rng.shuffle(numbers)
+
+    def take(tokens: int) -> list[int]:
+        count = -(-tokens // page_size)
+        taken = numbers[:count]
+        del numbers[:count]
+        return taken
+
+    slots, width = rng.randint(2, 5), rng.randint(2, 4)
+    shared = rng.choice((300, 900)) if page_size > 1 else 300
+    sequences, growing = [], []
+    for _ in range(rng.choice((1, 1, 2))):
+        state = take(shared)
+        for _ in range(slots * width):
+            own = rng.randint(1, rng.choice((5, 60, shared // 3)))
+            spans = [(state, 0, shared, 0, 0), (take(own), 0, own, shared, 0)]
+            sequences.append(SequenceSpans(shared + own - 1, 1, spans))
+            growing.append(take(page_size * rng.randint(0, 2)))
+    group = rng.choice((1, 3))
+    heights = rng.choice(((slots,), (slots, 2 * slots)))
+    parameters = PlanParameters(
+        group=group,
+        num_kv_heads=rng.choice((1, 2)),
+        rows_per_tile=tuple(group * height for height in heights),
+        workers=tuple(rng.randint(4, 40) for _ in heights),
+        boxes=rng.choice((1, 2, 4)),
+        window=rng.choice((None, None, None, 200)),
+        min_chunk=rng.choice((1, 2, 4)),
+        work_cost=rng.choice((0, 1, 3)),
+        run_cost=rng.choice((0, 1)),
+        wide_cost=rng.choice((0.5, 1.15, 3.0)),
+        owners=rng.random() < 0.8,
+    )
+    return SpanTable.from_sequences(sequences, page_size=page_size), growing, parameters
+
+
 def random_parameters(rng: random.Random) -> PlanParameters:
     group = rng.choice((1, 2, 3, 4, 8))
     lowest = group * rng.choice((1, 2, 5))

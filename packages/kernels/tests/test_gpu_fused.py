@@ -3,6 +3,7 @@
 Their twins on the CPU are test_fused_cpu.py, test_triton_kernels.py (interpreted) and test_planner.py.
 """
 
+import math
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -151,8 +152,29 @@ def test_readers_of_one_state_with_tails_of_their_own(implementation, page_size,
     assert float((lse2.cpu().double() - want_lse2).abs().max()) < 0.087
 
 
+@pytest.mark.parametrize("window", [None, 100, 2**31 - 60])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_rows_at_the_last_positions_see_the_first_tokens(page_size, window):
+    """Where nothing turns, positions go up to 2**31 - 1."""
+    far = 2**31 - 2
+    pages = Pages(24, page_size, 0)
+    first = pages.place(page_size + 5, 0, 0)
+    sequences = [
+        SequenceSegments(far - b, 1, [*first, *pages.place(3, far - 5, far - 5)], b) for b in range(3)
+    ]
+    case = build_case(sequences, pages, heads=(8, 2), head_dim=128, rotary=None, window=window)
+    backend = backend_of("cuda")
+    with skip_what_cannot_run():
+        plan = backend.plan(case.table, case.shape, None, device="cuda", dtype=torch.bfloat16)
+    out = backend.run(plan, 0, case.q.to("cuda", torch.bfloat16), case.kv_layer.to("cuda", torch.bfloat16))
+    truth = ReferenceBackend()
+    exact = truth.plan(case.table, case.shape, None, device="cpu", dtype=torch.float64)
+    want = truth.run(exact, 0, case.q.double(), case.kv_layer.double())
+    assert float((out.double().cpu() - want).norm() / want.norm()) < 6e-3
+
+
 def test_a_plan_advances_inside_a_graph():
-    """Captured once, replayed for 70 steps: what a fresh plan of each step gives."""
+    """Captured once, replayed for 70 steps: what a fresh plan of each step gives. What is not written yet is NaN."""
     shape = AttentionShape(8, 2, 128, 128**-0.5)
     rotary = build_table(frequencies(128), 1.0, 4096)
     size, backend = 64, backend_of("cuda")
@@ -170,9 +192,17 @@ def test_a_plan_advances_inside_a_graph():
             sequences.append(SequenceSegments(start + count - 1, 1, extents, b))
         return SegmentTable.from_sequences(sequences, page_size=size, num_pages=48)
 
-    kv = torch.randn(48, 2, 2, size, 128, device="cuda").bfloat16()
+    cells = torch.randn(48, 2, 2, size, 128, device="cuda").bfloat16()
+    kv = torch.full_like(cells, math.nan)
+
+    def write(table):
+        for page, lo, hi, _, _ in table.extents.tolist():
+            kv[page, :, :, lo:hi] = cells[page, :, :, lo:hi]
+
     q = torch.randn(6, 8, 128, device="cuda").bfloat16()
     first = table_of(0)
+    write(first)
+    torch.cuda.synchronize()
     reserve = [more for _, more in tails]
     with skip_what_cannot_run():
         plan = backend.plan(first, shape, rotary, device="cuda", dtype=torch.bfloat16, reserve=reserve)
@@ -185,6 +215,7 @@ def test_a_plan_advances_inside_a_graph():
             backend.advance(plan)
     fresh = backend_of("cuda")
     for step in range(70):
+        write(table_of(step))
         graph.replay()
         stream.synchronize()
         now = fresh.plan(table_of(step), shape, rotary, device="cuda", dtype=torch.bfloat16)

@@ -1,5 +1,6 @@
 """Work is dealt evenly among workers, and tiles of one walk read the same pages together."""
 
+import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,12 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagengine_kernels.fused import shares_twin
+from dagengine_kernels.fused import planner_twin, shares_twin
 from dagengine_kernels.fused.planner import balance, plan_spans
 from dagengine_kernels.fused.spans import SequenceSpans, SpanTable
 from dagengine_kernels.graph_cases import GRAPH_CASES, graph_case
 
-from .planner_batches import H200, batch, pages
+from .planner_batches import (
+    H200,
+    assert_equal,
+    batch,
+    check_shape,
+    example,
+    needs_native,
+    pages,
+    readers_of_states,
+    seeds,
+    visible,
+    walked,
+)
 
 
 @pytest.mark.parametrize("run_cost", [0, 2])
@@ -118,3 +131,49 @@ def test_query_tiles_that_begin_with_the_same_pages_read_them_at_the_same_time(r
             for share in shares[team * width : (team + 1) * width]
         ]
         assert found.count(found[0]) == width
+
+
+@settings(example, max_examples=60)
+@given(seeds)
+def test_tiles_that_begin_alike_and_end_apart_walk_what_their_rows_see(seed):
+    rng = random.Random(seed)
+    table, reserve, parameters = readers_of_states(rng)
+    arrays = plan_spans(table, parameters, reserve=rng.choice((None, reserve)))
+    check_shape(arrays, parameters)
+    want = visible(table, parameters.window)
+    for row, heads in enumerate(walked(arrays, parameters, table.q_positions, table.num_rows)):
+        for tokens in heads:
+            assert tokens == want[row]
+
+
+@needs_native
+@settings(example, max_examples=60)
+@given(seeds)
+def test_the_planners_cut_tiles_that_begin_alike_and_end_apart_in_the_same_way(seed):
+    rng = random.Random(seed)
+    table, reserve, parameters = readers_of_states(rng)
+    for pages_to_grow in (None, reserve):
+        assert_equal(
+            plan_spans(table, parameters, reserve=pages_to_grow),
+            planner_twin.plan_spans(table, parameters, pages_to_grow),
+        )
+
+
+def test_some_of_these_tiles_are_cut_alike(monkeypatch):
+    """Else the tests above would show nothing of that."""
+    cut_alike, shares = shares_twin.cut_alike, []
+
+    def spy(items, groups, turns, workers, parameters):
+        lengths = [{items[tile * parameters.num_kv_heads].length for tile in group} for group in groups]
+        shares.append((cut_alike(items, groups, turns, workers, parameters), max(map(len, lengths)) > 1))
+        return shares[-1][0]
+
+    monkeypatch.setattr(shares_twin, "cut_alike", spy)
+    found = 0
+    for seed in range(40):
+        table, _, parameters = readers_of_states(random.Random(seed))
+        arrays = planner_twin.plan_spans(table, parameters)
+        for (_, indptr), apart in shares:
+            found += apart and any(one.work_indptr.tolist() == indptr for one in arrays.classes)
+        shares.clear()
+    assert found >= 3

@@ -7,7 +7,8 @@ Knows integers only, like the segment table that it is made from. Every kernel o
     entry        PAGE, LO | OWNER << 8 | HI << 16, POS0, RUN
                  rows LO..HI-1 of a page; the page's row r is stored at POS0 + r. OWNER 0: for every slot that sees the
                  run; else slot OWNER - 1 alone sees it. Where a plan has no owners LO has all 16 bits
-    KV tile      `boxes` consecutive entries of one run (the last ones may be null: PAGE -1, LO = HI = 0)
+    KV tile      `boxes` consecutive entries of one run. Some may be null (PAGE -1, LO = HI = 0): the last ones, and
+                 those of owners that have no page where others of their run grow into one
     run          DELTA, VEC      VEC -1: every slot of the tile sees it at DELTA;
                                  else slot i sees it at deltas[VEC + i], and not at all where that is INVISIBLE
     work         a stretch of KV tiles for one query tile and one kv head, done by one worker

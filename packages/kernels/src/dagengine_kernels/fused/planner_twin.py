@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import ne
 
 import numpy as np
 
@@ -38,7 +39,7 @@ from dagengine_kernels.fused.plan import (
     PlanClass,
     PlanParameters,
 )
-from dagengine_kernels.fused.shares_twin import MANY, Works, cut, deal, makespan
+from dagengine_kernels.fused.shares_twin import Item, share
 from dagengine_kernels.fused.spans import SpanTable, indptr
 
 MIN_GAIN = 64
@@ -536,20 +537,23 @@ class _Planner:
         parts: list[list[int] | None] = [[] for _ in range(self.table.num_rows * heads)]
         num_parts = 0
         classes = []
+        turns = self._turn_costs()
         for height, rows_per_tile in enumerate(parameters.rows_per_tile):
             tiles = [tile for tile in self.tiles if tile.height == height]
             if not tiles:
                 continue
-            lengths = [tile.end - tile.begin for tile in tiles for _ in range(heads)]
-            turns = [self._turns(tile, tile.begin, tile.end) for tile in tiles for _ in range(heads)]
-            groups = self._kin(tiles)
-            pieces, work_indptr = self._share(tiles, groups, lengths, turns, parameters.workers[height])
+            items = [
+                Item(tile.begin, tile.end, tile.walk_begin, kin)
+                for tile, kin in zip(tiles, self._kin(tiles), strict=True)
+                for _ in range(heads)
+            ]
+            pieces, work_indptr = share(items, turns, parameters.workers[height], parameters)
             works = []
             for item, begin, end in pieces:
                 tile, head = tiles[item // heads], item % heads
                 part = -1
                 keys = [row * heads + head for row in tile.rows]
-                if (begin, end) == (0, lengths[item]):
+                if (begin, end) == (0, items[item].length):
                     for key in keys:
                         parts[key] = None
                 else:
@@ -587,63 +591,17 @@ class _Planner:
             tokens_unique=tokens_unique(self.table),
         )
 
-    def _share(
-        self,
-        tiles: Sequence[_Tile],
-        groups: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        turns: Sequence[Sequence[int]],
-        workers: int,
-    ) -> Works:
-        """Items (tile * heads + head) among the workers; `groups`: the query tiles that are kin.
-
-        What is walked by one query tile alone is cut into equal shares, one after another. Query tiles that are kin
-        should read the same KV tiles at the same time, so that these come from memory once: where there are enough
-        of them they are dealt whole (the longest first; one head after another where each worker gets many); else
-        all that are kin are cut alike. Neither where that would be much less even.
-        """
-        heads, chunk, cost = (
-            self.parameters.num_kv_heads,
-            self.parameters.min_chunk,
-            self.parameters.work_cost,
-        )
-        streamed = cut(lengths, workers, chunk, cost, turns)
-        if len(groups) == len(tiles):
-            return streamed
-        costs = [length + cost + turns[item][-1] for item, length in enumerate(lengths)]
-        by_head = MANY * max(costs) * workers <= sum(costs)
-        walk = [tile.walk_begin for tile in tiles for _ in range(heads)]
-        order = sorted(
-            range(len(lengths)),
-            key=lambda i: (
-                (i % heads, walk[i], -lengths[i], i) if by_head else (-lengths[i], i % heads, walk[i], i)
-            ),
-        )
-        allowed = 11 * makespan(streamed, turns, cost)
-        whole = deal(order, lengths, costs, workers)
-        if 10 * makespan(whole, turns, cost) <= allowed:
-            return whole
-        width = len(groups[0])
-        if all(len(group) == width for group in groups) and width <= workers:
-            alike = self._alike(tiles, groups, workers)
-            if 10 * makespan(alike, turns, cost) <= allowed:
-                return alike
-        return streamed
-
-    def _kin(self, tiles: Sequence[_Tile]) -> list[list[int]]:
-        """The query tiles, in order, by what they read: the chunks of a sequence, and those, one behind the other,
-        of which each begins its walk as the first of them does, for at least half of the longer one."""
-        groups: list[list[int]] = []
+    def _kin(self, tiles: Sequence[_Tile]) -> list[int]:
+        """Per query tile the first of those, one behind the other, that read what it reads: the chunks of a sequence,
+        and tiles that begin their walks as the first of them does, for at least half of the longer one."""
+        kin: list[int] = []
         for number, tile in enumerate(tiles):
-            first = tiles[groups[-1][0]] if groups else None
-            if first is not None and (
-                tile.walk_begin == first.walk_begin
-                or (first.walks_alone and tile.walks_alone and self._begins_as(tile, first))
-            ):
-                groups[-1].append(number)
-            else:
-                groups.append([number])
-        return groups
+            first = tiles[kin[-1]] if kin else tile
+            alike = tile.walk_begin == first.walk_begin or (
+                first.walks_alone and tile.walks_alone and self._begins_as(tile, first)
+            )
+            kin.append(kin[-1] if kin and alike else number)
+        return kin
 
     def _begins_as(self, tile: _Tile, other: _Tile) -> bool:
         boxes = self.parameters.boxes
@@ -654,36 +612,10 @@ class _Planner:
             for i in range(half * boxes)
         )
 
-    def _alike(self, tiles: Sequence[_Tile], groups: Sequence[Sequence[int]], workers: int) -> Works:
-        """The walk of each group cut among teams of as many workers as the group has tiles."""
-        heads, width = self.parameters.num_kv_heads, len(groups[0])
-        firsts = [min(tiles[i].begin - tiles[i].walk_begin for i in group) for group in groups]
-        ends = [max(tiles[i].end - tiles[i].walk_begin for i in group) for group in groups]
-        walked, turns = [], []
-        for group, first, end in zip(groups, firsts, ends, strict=True):
-            longest = max((tiles[i] for i in group), key=lambda tile: tile.end - tile.walk_begin)
-            begin = longest.walk_begin
-            walked += [end - first] * heads
-            turns += [self._turns(longest, begin + first, begin + end)] * heads
-        teams = workers // width
-        pieces, indptr = cut(walked, teams, self.parameters.min_chunk, self.parameters.work_cost, turns)
-        works, counts = [], [0]
-        for team in range(teams):
-            for member in range(width):
-                for item, begin, end in pieces[indptr[team] : indptr[team + 1]]:
-                    which = groups[item // heads][member]
-                    tile, first = tiles[which], firsts[item // heads] + tiles[which].walk_begin
-                    low, high = max(first + begin, tile.begin), min(first + end, tile.end)
-                    if low < high:
-                        works.append((which * heads + item % heads, low - tile.begin, high - tile.begin))
-                counts.append(len(works))
-        return works, counts + [len(works)] * (workers + 1 - len(counts))
-
-    def _turns(self, tile: _Tile, begin: int, end: int) -> list[int]:
-        """Per KV tile from `begin` to `end` of a query tile's walk what the changes of run up to it cost."""
-        runs = tile.tile_runs[begin - tile.walk_begin : end - tile.walk_begin]
-        changed = [0, *(one != other for one, other in pairwise(runs))]
-        return [self.parameters.run_cost * count for count in accumulate(changed)]
+    def _turn_costs(self) -> list[int]:
+        """What the changes of run up to each KV tile cost."""
+        runs = [entry[ENTRY_RUN] for entry in self.entries[:: self.parameters.boxes]]
+        return [self.parameters.run_cost * n for n in accumulate(map(ne, runs[1:], runs), initial=0)]
 
     def _tokens_read(self) -> int:
         boxes = self.parameters.boxes

@@ -35,13 +35,13 @@ struct Group {
     Group(uint64_t hash, int32_t sight, int32_t first) : hash(hash), sight(sight), first(first) {}
 };
 
-// Found for one tile after another; the vectors keep their memory from one to the next.
 inline int32_t trailing_zeros(uint64_t word) {
     int32_t zeros = 0;
     while (!(word >> zeros & 1)) ++zeros;
     return zeros;
 }
 
+// Found for one tile after another; the vectors keep their memory from one to the next.
 class Sights {
   public:
     int64_t words = 0;       // 64-bit words of a mask of slots

@@ -316,7 +316,7 @@ class CudaExecutor(Executor):
                 shape.scale / shape.softcap if shape.softcap else shape.scale * LOG2E,
                 (shape.softcap or 0.0) * LOG2E,
                 0 if plan.rotary is None else plan.rotary.length,
-                min(shape.window or 0, 2**30),  # no position is larger
+                shape.window or 0,
                 shape.num_kv_heads,
                 int(plan.settled),
             )
@@ -493,6 +493,7 @@ def variants() -> Iterable[driver.Variant]:
     for dim, group, dtype, pairing, rotary_dim, softcap, window in (
         (128, 4, torch.bfloat16, "half", 128, None, None),
         (128, 4, torch.float16, "half", 128, None, None),
+        (128, 4, torch.bfloat16, "interleaved", 128, None, None),
         (128, 8, torch.bfloat16, "half", 128, None, 4096),
         (128, 2, torch.bfloat16, "half", 64, 50.0, None),
         (64, 3, torch.bfloat16, "half", 64, None, None),
@@ -502,8 +503,8 @@ def variants() -> Iterable[driver.Variant]:
         shape = AttentionShape(group, 1, dim, 1.0, window, softcap)
         rotary = rotary_of(rotary_dim, pairing) if rotary_dim else None
         geometries = [(64, 64, 64), (128, 64, 128 if _may_be_wide(shape) else 64)]
-        if (dim, group, dtype) == (128, 4, torch.bfloat16):
-            geometries += [(64, 16, 64), (128, 64, 64), (128, 16, 64)]
+        if (dim, group, dtype, pairing) == (128, 4, torch.bfloat16, "half"):
+            geometries += [(64, 16, 64), (128, 64, 64), (128, 16, 64), (128, 16, 128)]
         for rows, page, keys in geometries:
             geometry = Geometry(rows, page, keys // page, dim)
             for invariant in (False, True)[: 1 + (keys == 64)]:

@@ -235,11 +235,12 @@ __device__ __forceinline__ void mask(
 #pragma unroll
     for (int b = 0; b < BOXES; ++b) {
         const Box box = boxes[b];
-        const int lo = box.lo(), pos0 = box.pos0;
-        const int hi0 = box.is_for(r0.slot) ? min(box.hi(), reach0 - pos0 + 1) : 0;
-        const int hi1 = PAIRED ? hi0 : box.is_for(r1.slot) ? min(box.hi(), reach1 - pos0 + 1) : 0;
+        const int lo = box.lo(), pos0 = box.pos0, stop = pos0 + box.hi();   // pos0 may be negative: reach - pos0 overflows
+        const int hi0 = box.is_for(r0.slot) ? min(reach0, stop - 1) - pos0 + 1 : 0;
+        const int hi1 = PAIRED ? hi0 : box.is_for(r1.slot) ? min(reach1, stop - 1) - pos0 + 1 : 0;
 #if WINDOW
-        const int lo0 = max(lo, reach0 - p.window - pos0 + 1), lo1 = max(lo, reach1 - p.window - pos0 + 1);
+        const int lo0 = min(max(pos0 + lo, reach0 - p.window + 1), stop) - pos0;
+        const int lo1 = min(max(pos0 + lo, reach1 - p.window + 1), stop) - pos0;
 #else
         const int lo0 = lo, lo1 = lo;
 #endif
@@ -454,8 +455,8 @@ __device__ __forceinline__ void enter(
 }
 
 __device__ __forceinline__ void consume(
-    const Params& p, const Shared& sh, int worker, int first_slab, int thread, int group) {
-    const int lane = thread & 31, t = lane & 3, g = lane >> 2, slab = first_slab + (thread >> 5);
+    const Params& p, const Shared& sh, int worker, int first_slab, int warp, int thread) {
+    const int lane = thread & 31, t = lane & 3, g = lane >> 2, slab = first_slab + (warp & 3), group = warp >> 2;
     if (!p.settled) await_previous();
     const int step = *p.step;
     const Unrotated unrotated{sh.base + SMEM_Q + first_slab * 16 * D * 2 + thread * 16};
@@ -621,6 +622,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) attend(const __grid_constan
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int mine = CONSUMERS == 1 ? group : 0;   // the stream of this warpgroup
-        consume(p, stream(memory, mine), blockIdx.x * STREAMS + mine, CONSUMERS == 1 ? 0 : 4 * group, threadIdx.x & 127, group);
+        consume(p, stream(memory, mine), blockIdx.x * STREAMS + mine, CONSUMERS == 1 ? 0 : 4 * group, warp, threadIdx.x & 127);
     }
 }
