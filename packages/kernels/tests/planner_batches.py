@@ -109,6 +109,7 @@ def random_parameters(rng: random.Random) -> PlanParameters:
     group = rng.choice((1, 2, 3, 4, 8))
     lowest = group * rng.choice((1, 2, 5))
     heights = rng.choice(((lowest,), (lowest, 2 * lowest), (lowest, 3 * lowest + 1)))
+    invariant_chunk = rng.choice((None, None, None, 1, 3))
     return PlanParameters(
         group=group,
         num_kv_heads=rng.choice((1, 2, 3)),
@@ -120,8 +121,8 @@ def random_parameters(rng: random.Random) -> PlanParameters:
         work_cost=rng.choice((0, 1, 3)),
         run_cost=rng.choice((0, 0, 1, 2)),
         wide_cost=rng.choice((0.5, 1.15, 2.0)),
-        owners=rng.choice((False, True, True)),
-        invariant_chunk=rng.choice((None, None, None, 1, 3)),
+        owners=invariant_chunk is None and rng.random() < 0.7,
+        invariant_chunk=invariant_chunk,
     )
 
 

@@ -80,9 +80,13 @@ def test_the_pages_that_tails_grow_into_lie_behind_all_tails():
 
 @pytest.mark.parametrize(
     ("parameters", "page_size"),
-    [(replace(PAIRS, group=1, rows_per_tile=(255,), workers=(4,)), 64), (PAIRS, 256)],
+    [
+        (replace(PAIRS, group=1, rows_per_tile=(255,), workers=(4,)), 64),
+        (PAIRS, 256),
+        (replace(PAIRS, invariant_chunk=4), 64),
+    ],
 )
-def test_owners_that_an_entry_has_no_place_for_are_refused(parameters, page_size):
+def test_owners_that_a_plan_cannot_have_are_refused(parameters, page_size):
     table = batch([(pages(0, 100, page_size), 0, 100)], page_size=page_size)
     plan_spans(table, replace(parameters, owners=False))
     with pytest.raises(KernelError) as refused:

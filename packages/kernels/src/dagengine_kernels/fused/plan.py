@@ -64,8 +64,8 @@ class PlanParameters:
         run_cost: what going on to another run within a work costs (q turns), in KV tiles.
         wide_cost: the cost of a KV tile at the largest height relative to one at the smallest.
         owners: whether the kernels know entries with an owner: what is one slot's alone, and short, is then packed
-            into KV tiles with that of others. Pages have at most 255 tokens then, and tiles 254 slots. Batch-invariant
-            plans have none.
+            into KV tiles with that of others. Pages have at most 255 tokens then, and tiles 254 slots; refused beside
+            `invariant_chunk`.
         invariant_chunk: for a batch-invariant plan the KV tiles of a part, else None. Every sequence then walks by
             itself, all that it lists in its order, and is cut at every so many KV tiles from the walk's begin: what a
             row's parts are made of, and their order, depends on what its sequence lists up to it and on nothing else

@@ -207,9 +207,12 @@ def check_parameters(parameters: PlanParameters) -> None:
 
 
 def check_owners(parameters: PlanParameters, page_size: int) -> None:
-    """Raises KernelError (invalid_argument) where entries have no place for owners."""
+    """Raises KernelError (invalid_argument) where a plan cannot have owners, or entries have no place for them."""
     if not parameters.owners:
         return
+    if parameters.invariant_chunk is not None:
+        message = "a batch-invariant plan has none: every sequence walks by itself"
+        raise KernelError(INVALID_ARGUMENT, message, "owners")
     slots = parameters.rows_per_tile[-1] // parameters.group
     if slots > MAX_OWNERS:
         message = f"tiles have at most {MAX_OWNERS} slots then, not {slots}"
