@@ -175,12 +175,52 @@ def test_what_is_read_is_sealed_in_the_order_in_which_it_is_read(steps: Steps) -
     finish(run)
 
 
-def test_what_was_said_is_joined_once_all_of_it_is_known(steps: Steps, step_mode: str) -> None:
-    """Where steps overlap, the last token is computed before the host knows it."""
+def test_what_was_said_is_joined_once_all_of_it_is_known(steps: Steps) -> None:
+    """Its last token is computed once the host knows it, also where steps overlap."""
     run = world()
     run.submit(question("said", keep=Keep()), question("next", *reads("said"), sampling=ONE))
     run.run()
-    assert any(joins for step in steps for _, joins in step.values()) == (step_mode == "at once")
+    assert steps[-1] == {"said": (1, False), "next": (3, True)}
+    assert [step["said"][0] for step in steps] == [3, 1, 1, 1, 1]
+    finish(run)
+
+
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (2, 5, 3)])
+def test_a_judge_runs_with_the_last_tokens_of_its_candidates(lengths: tuple[int, ...], steps: Steps) -> None:
+    run = world()
+    names = [f"candidate {length} {place}" for place, length in enumerate(lengths)]
+    said = [
+        question(name, sampling=SamplingParams(max_tokens=length, temperature=1.0, seed=length))
+        for name, length in zip(names, lengths, strict=True)
+    ]
+    run.submit(*said, question("judge", *reads(*names), sampling=ONE))
+    run.run()
+    assert steps[-1]["judge"] == (3, True)
+    longest = names[lengths.index(max(lengths))]
+    assert steps[-1][longest] == (1, False)
+    for name, length in zip(names, lengths, strict=True):
+        assert sum(step[name][0] for step in steps if name in step) == 3 + length
+    finish(run)
+
+
+def test_what_nobody_waits_to_read_is_computed_at_once(steps: Steps, step_mode: str) -> None:
+    run = world()
+    run.submit(question("said", keep=Keep()), question("other", sampling=SamplingParams(max_tokens=9)))
+    run.run()
+    assert [("said" in step, "other" in step) for step in steps[:5]] == [(True, True)] * 5
+    finish(run)
+
+
+def test_what_ends_before_its_limit_is_read_behind_it(steps: Steps) -> None:
+    """Where steps overlap nobody knows that the token in flight is the last one."""
+    said = question(
+        "said", sampling=SamplingParams(max_tokens=30, temperature=0.0, stop_token_ids=tuple(range(1 << 9)))
+    )
+    run = world()
+    run.submit(said, question("next", *reads("said"), sampling=ONE))
+    run.run()
+    assert run.ends["said"].choices[0].finish_reason == "stop"
+    assert run.ends["next"].error is None
     finish(run)
 
 

@@ -246,6 +246,7 @@ class EngineCore(StateOperations):
                     num_visible=prepared.layout.num_visible,
                     max_tokens=prepared.max_tokens,
                     keep=request.keep is not None or bool(running.children),
+                    is_awaited=any(indices for _, indices in running.children),
                     after=sequences[0] if sequences else None,
                     seen=seen,
                 )
@@ -342,7 +343,7 @@ class EngineCore(StateOperations):
         if self._pipeline.num_in_flight > (1 if launched and self.overlap else 0):
             self._collect()
         self._close_complete()
-        if self.overlap and self._begun and not self._pipeline.num_in_flight:
+        if self.overlap and not self._pipeline.num_in_flight and (self._begun or self._scheduler.running):
             self._launch_next()
         self._progressed = launched or was_in_flight or bool(self._requests.events)
         self._forget_dropped()

@@ -35,6 +35,7 @@ class Sequence(Work):
         reads: laid-out runs of the context, as the store leases them.
         max_tokens: resolved limit of sampled tokens (0 for a node that samples nothing).
         keep: whether its node is to be read by others, by its name or as a parent.
+        is_awaited: whether requests of its submission wait to read it.
         sealed_early: whether its node is readable, and its last step is still to end.
         after: another answer of the same request whose prefill this one waits for, to share its pages.
         reload: by node, whether what the host has of it is loaded for this answer, or computed again.
@@ -51,6 +52,7 @@ class Sequence(Work):
     num_visible: int = 0
     max_tokens: int = 0
     keep: bool = False
+    is_awaited: bool = False
     sealed_early: bool = False
     sampling: SamplingParams | None = None
     seed: int | None = None
@@ -114,11 +116,13 @@ class Sequence(Work):
 
     @property
     def remaining(self) -> int:
-        """As of any work; the last token that may be sampled needs KV only in a node that is kept."""
+        """As of any work; the last token that may be sampled needs KV only in a node that is kept. Where others wait
+        to read it, that is computed once the token is known: they can then run in the same step.
+        """
         known, pending = len(self.tokens), self.pending
         if not pending or self.finish_reason is not None:
             return known - self.computed
-        if not self.keep and known - self.num_input + pending >= self.max_tokens:
+        if (not self.keep or self.is_awaited) and known - self.num_input + pending >= self.max_tokens:
             return 0
         return known + pending - self.computed
 
