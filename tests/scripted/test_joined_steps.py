@@ -185,7 +185,7 @@ def test_what_was_said_is_joined_once_all_of_it_is_known(steps: Steps) -> None:
     finish(run)
 
 
-@pytest.mark.parametrize("lengths", [(4, 4, 4), (2, 5, 3)])
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (2, 5, 3), (4, 5), (5, 4, 6)])
 def test_a_judge_runs_with_the_last_tokens_of_its_candidates(lengths: tuple[int, ...], steps: Steps) -> None:
     run = world()
     names = [f"candidate {length} {place}" for place, length in enumerate(lengths)]
@@ -287,11 +287,8 @@ def test_abort_at_every_step(victim: str, batch: int) -> None:
     assert number > 0
 
 
-@pytest.mark.parametrize("failing", [1, 2, 3])
-def test_a_step_that_fails_ends_all_of_it(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step that fragments and judge share, or one of those behind it; nothing of it is found afterwards."""
-    run = world()
-    run.expected_errors = frozenset({"internal"})
+def fail_step(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of that number fails in its second layer."""
     whole, calls = ScriptedBackend.run, 0
 
     def broken(self: ScriptedBackend, plan: Any, layer: int, *args: Any, **kwargs: Any) -> object:
@@ -302,6 +299,14 @@ def test_a_step_that_fails_ends_all_of_it(failing: int, monkeypatch: pytest.Monk
         return whole(self, plan, layer, *args, **kwargs)
 
     monkeypatch.setattr(ScriptedBackend, "run", broken)
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_step_that_fails_ends_all_of_it(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that fragments and judge share, or one of those behind it; nothing of it is found afterwards."""
+    run = world()
+    run.expected_errors = frozenset({"internal"})
+    fail_step(failing, monkeypatch)
     judge = question("judge", *reads("a", "b"), keep=Keep())
     run.submit(*judged()[:2], judge, question("reader", *reads("judge")))
     run.run()
@@ -315,6 +320,48 @@ def test_a_step_that_fails_ends_all_of_it(failing: int, monkeypatch: pytest.Monk
     found = [run.ends[f"{name} again"].choices[0].dag.reused for name in ("a", "b")]
     assert found == ([0, 0] if failing == 1 else [6, 5])
     finish(run)
+
+
+def staggered() -> list[Request]:
+    """Two candidates, one a step longer than the other, their judge, and who reads that."""
+    short, long = (SamplingParams(max_tokens=length, temperature=1.0, seed=length) for length in (3, 4))
+    judge = question("judge", *reads("short", "long"), keep=Keep())
+    said = [question("short", sampling=short), question("long", sampling=long)]
+    return [*said, judge, question("reader", *reads("judge"))]
+
+
+@pytest.mark.parametrize("failing", range(1, 9))
+def test_who_joins_reads_what_a_step_in_flight_completes_or_ends_with_it(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = world()
+    run.expected_errors = frozenset({"internal"})
+    fail_step(failing, monkeypatch)
+    run.submit(*staggered())
+    run.run()
+    codes = {name: end.error and end.error.code for name, end in run.ends.items()}
+    assert set(codes) == {"short", "long", "judge", "reader"}
+    assert "internal" in codes.values()
+    if codes["short"] or codes["long"]:
+        assert codes["judge"] in ("parent_failed", "internal") and codes["reader"] == "parent_failed"
+    finish(run)
+
+
+@pytest.mark.parametrize("victim", ["short", "long", "judge", "reader"])
+def test_abort_at_every_step_of_candidates_that_end_apart(victim: str) -> None:
+    number = 0
+    while True:
+        run = world()
+        run.submit(*staggered())
+        for _ in range(number):
+            run.step()
+        if victim in run.ends:
+            break
+        run.abort(victim)
+        run.run()
+        finish(run)
+        number += 1
+    assert number > 0
 
 
 def test_a_judge_that_is_refused_is_told_so_behind_its_fragments() -> None:

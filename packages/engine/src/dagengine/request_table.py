@@ -112,8 +112,8 @@ class RequestTable:
             self.finish(running, refusal)
 
     def begin_readers(self, completing: SequenceOf[Sequence]) -> list[Sequence]:
-        """Begin the requests that wait for nothing but to read what the step to be launched completes, which is sealed
-        for them though that step has not begun.
+        """Begin the requests that wait for nothing but to read what the step to be launched completes, and what a step
+        in flight does: these are sealed for them though neither has ended.
 
         Returns: their answers, which wait to run.
         """
@@ -130,8 +130,14 @@ class RequestTable:
             and child.parents.isdisjoint(child.request.after)  # to find what they leave
             and all(self._is_readable(one, ended) for one in child.parents)
         ]
-        read = {name for child in ready for name in child.parents}
-        for sequence in completing:
+        read = dict.fromkeys(name for child in ready for name in child.parents)
+        in_flight = [
+            sequence
+            for running in [self._by_id[name] for name in read]
+            for sequence in running.sequences
+            if sequence.ends_in_flight
+        ]
+        for sequence in (*in_flight, *completing):
             if sequence.request.id in read and not sequence.sealed_early:
                 node = self._seal(sequence, early=True)
                 self._hand_to_children(self._by_id[sequence.request.id], node)
@@ -210,7 +216,10 @@ class RequestTable:
         """Whether the nodes of an unfinished request can be read with, or behind, the step that completes `ended`."""
         running = self._by_id[request_id]
         return bool(running.sequences) and all(
-            sequence.sealed_early or id(sequence) in ended or sequence.index in running.answers
+            sequence.sealed_early
+            or id(sequence) in ended
+            or sequence.index in running.answers
+            or sequence.ends_in_flight
             for sequence in running.sequences
         )
 

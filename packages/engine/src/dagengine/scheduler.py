@@ -3,8 +3,9 @@
 Pure Python over the store's bookkeeping; no tensors. Who gives pages up for whom is said in `queues`.
 
 What is chosen may complete all that another request waits for. That one joins the same step, if it is the first that
-waits, all else that it reads is there, and tokens and unused pages are left; so a chain of such requests may. The last
-token of an answer that others wait to read is computed once it is known, so that these may.
+waits, all else that it reads is there, or is completed by a step in flight, and tokens and unused pages are left; so a
+chain of such requests may. The last token of an answer that others wait to read is computed once it is known, so that
+these may.
 
     waiting ──lease, match, reserve──► running ──preempted──► waiting
        │                                └─► sealed

@@ -143,6 +143,11 @@ class Sequence(Work):
         return self.computed + count == len(self.tokens) and not self.pending and not self.wants_logits
 
     @property
+    def ends_in_flight(self) -> bool:
+        """Whether the step that computes its last tokens was launched, and was not collected yet."""
+        return self.phase is Phase.RUNNING and self.completes_with(0) and not self.committed
+
+    @property
     def prefilled(self) -> bool:
         """Whether others may share the pages of the input: the steps that computed it have ended."""
         return self.writer.num_committed >= self.num_input or self.phase is Phase.DONE
