@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -17,19 +18,26 @@ from dagengine_kernels.fused.spans import SequenceSpans, SpanTable
 H200 = PlanParameters(group=4, num_kv_heads=8, rows_per_tile=(64, 128), workers=(264, 132), boxes=1)
 
 
+def fresh_pages(rng: random.Random, count: int, page_size: int) -> Callable[[int], list[int]]:
+    """Takes the pages of so many tokens, in a random order, each once."""
+    numbers = list(range(count))
+    rng.shuffle(numbers)
+
+    def take(tokens: int) -> list[int]:
+        pages = -(-tokens // page_size)
+        taken = numbers[:pages]
+        del numbers[:pages]
+        return taken
+
+    return take
+
+
 def random_batch(rng: random.Random) -> tuple[SpanTable, list[list[int]] | None]:
     """A batch of shared, sliced, twice quoted, empty and multi-row sequences, and pages to grow into."""
     page_size = rng.choice((1, 3, 16, 64))
     crowd = rng.random() < 0.3
     longest = 400 if crowd else rng.choice((page_size, 30, 100, 400))
-    numbers = list(range(4000))
-    rng.shuffle(numbers)
-
-    def take(tokens: int) -> list[int]:
-        count = -(-tokens // page_size)
-        taken = numbers[:count]
-        del numbers[:count]
-        return taken
+    take = fresh_pages(rng, 4000, page_size)
 
     nodes = []
     for _ in range(rng.randint(1, 4)):
@@ -68,14 +76,7 @@ def readers_of_states(
     """Readers of one or two states with tails of their own, as many as fill query tiles: the tiles of a state begin
     alike and end apart. Pages to grow into, and parameters with workers enough that walks are cut."""
     page_size = rng.choice((1, 16, 64))
-    numbers = list(range(9000))
-    rng.shuffle(numbers)
-
-    def take(tokens: int) -> list[int]:
-        count = -(-tokens // page_size)
-        taken = numbers[:count]
-        del numbers[:count]
-        return taken
+    take = fresh_pages(rng, 9000, page_size)
 
     slots, width = rng.randint(2, 5), rng.randint(2, 4)
     shared = rng.choice((300, 900)) if page_size > 1 else 300
@@ -205,6 +206,15 @@ def walked(
     for part, tokens in parts.items():
         assert part in used or not tokens
     return found
+
+
+def check_walks(arrays: PlanArrays, parameters: PlanParameters, table: SpanTable) -> None:
+    """Every row gets, for every kv head, what it sees by the table's definition."""
+    check_shape(arrays, parameters)
+    want = visible(table, parameters.window)
+    for row, heads in enumerate(walked(arrays, parameters, table.q_positions, table.num_rows)):
+        for tokens in heads:
+            assert tokens == want[row]
 
 
 def share_a_walk(one: PlanClass, entries: np.ndarray, boxes: int) -> bool:

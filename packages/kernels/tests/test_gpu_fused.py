@@ -78,6 +78,18 @@ def batch(page_size, rows, seed=0, readers=12):
     return pages, sequences
 
 
+def case_of(shape, pages, sequences, rotary):
+    return build_case(
+        sequences,
+        pages,
+        heads=(shape.num_heads, shape.num_kv_heads),
+        head_dim=shape.head_dim,
+        rotary=rotary,
+        window=shape.window,
+        softcap=shape.softcap,
+    )
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -87,15 +99,7 @@ def test_an_implementation_is_as_exact_as_its_dtype(implementation, dtype, page_
     backend = backend_of(implementation)
     pages, sequences = batch(page_size, rows)
     rotary = build_table(frequencies(shape.head_dim), 1.0, 16384)
-    case = build_case(
-        sequences,
-        pages,
-        heads=(shape.num_heads, shape.num_kv_heads),
-        head_dim=shape.head_dim,
-        rotary=rotary,
-        window=shape.window,
-        softcap=shape.softcap,
-    )
+    case = case_of(shape, pages, sequences, rotary)
     table = case.table
     with skip_what_cannot_run():
         plan = backend.plan(table, case.shape, rotary, device="cuda", dtype=dtype)
@@ -131,15 +135,7 @@ def test_readers_of_one_state_with_tails_of_their_own(implementation, page_size,
         extents = [*state, *pages.place(own, 900, 900)]
         sequences.append(SequenceSegments(900 + own - 1, 1, extents, b))
     rotary = build_table(frequencies(shape.head_dim), 1.0, 4096)
-    case = build_case(
-        sequences,
-        pages,
-        heads=(shape.num_heads, shape.num_kv_heads),
-        head_dim=shape.head_dim,
-        rotary=rotary,
-        window=shape.window,
-        softcap=shape.softcap,
-    )
+    case = case_of(shape, pages, sequences, rotary)
     q, kv = case.q.to("cuda", torch.bfloat16), case.kv_layer.to("cuda", torch.bfloat16)
     with skip_what_cannot_run():
         plan = backend.plan(case.table, case.shape, rotary, device="cuda", dtype=torch.bfloat16)
