@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dagengine.build import assemble, build_core, read_model
+from dagengine.build import assemble, build_core
 from dagengine.config import EngineConfig
 from dagengine.core import EngineCore, Observer
 from dagengine.devices import find_device
+from dagengine.model_files import read_model
 from dagengine.models.registry import model_class
 from dagengine.request import Choice, ContextRef, FinishedEvent, Keep, Request
 from dagengine.sampling import SamplingParams

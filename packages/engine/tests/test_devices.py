@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from dagengine import LLM, DagError, EngineConfig, SamplingParams, devices
-from dagengine.build import build_core, read_model
+from dagengine.build import build_core
 from dagengine.devices import describe, place, use_device
+from dagengine.model_files import read_model
 from dagengine.weights import SafetensorsSource
 
 SMALL: dict[str, Any] = {"load_format": "dummy", "seed": 1, "page_size": 4, "kv_pages": 64}

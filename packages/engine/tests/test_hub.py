@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dagengine import DagError
-from dagengine.build import find_model
+from dagengine.model_files import find_model
 
 constants = pytest.importorskip("huggingface_hub.constants")
 NAME = "somebody/nothing"

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from dagengine import DagError, EngineConfig, memory
-from dagengine.build import build_core, read_model
+from dagengine.build import build_core
 from dagengine.memory import host_memory_left, num_host_pages, num_pages, page_bytes, step_reserve
+from dagengine.model_files import read_model
 from dagengine_positions import ModelGeometry
 
 GIB = 2**30

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from dagengine import SamplingParams
-from dagengine.build import assemble, read_model
+from dagengine.build import assemble
 from dagengine.config import EngineConfig
 from dagengine.core import EngineCore
+from dagengine.model_files import read_model
 from dagengine.models.norm import RMSNorm
 from dagengine.models.registry import model_class
 from dagengine.request import FinishedEvent, Request

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from dagengine import LLM, DagError, SamplingParams
-from dagengine.build import read_model
+from dagengine.model_files import read_model
 from dagengine.shapes import SHAPES, shape_config, tensors_of, write_config, write_model
 from dagengine.weights import INDEX, SafetensorsSource
 

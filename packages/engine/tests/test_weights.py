@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dagengine.build import read_model
 from dagengine.errors import DagError
+from dagengine.model_files import read_model
 from dagengine.models.linear import DenseLinear, Linear
 from dagengine.models.llama import LlamaForCausalLM
 from dagengine.weights import INDEX, Closing, DummySource, SafetensorsSource, Staging, stored_dtype

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import logging
 import os
-import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from dagengine_positions import (
     ModelAdapter,
     ModelGeometry,
     adapter_for,
-    geometry_from_config,
     position_policies,
 )
 
@@ -41,6 +38,7 @@ from .devices import place, use_device
 from .errors import DagError, as_dag_error, shown
 from .host_tier import HostTier, make_host_tier
 from .memory import gib_of, num_host_pages, num_pages
+from .model_files import find_model, read_model
 from .models.linear import why_not_invariant
 from .models.registry import Model, model_class
 from .tokenizer import Tokenizer
@@ -49,73 +47,8 @@ from .weights import Closing, DummySource, SafetensorsSource, WeightSource, stor
 
 log = logging.getLogger("dagengine")
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 WIDE_ROW = 2**15
 """Elements from which on torch sums a row by itself in another way than among others (its grain size)."""
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """What a folder says of its model."""
-
-    folder: Path
-    config: dict[str, Any]
-    geometry: ModelGeometry
-    eos_token_ids: tuple[int, ...]
-
-
-def find_model(model: str | os.PathLike[str]) -> Path:
-    """The folder of a model: the path itself, or a snapshot of the Hub repository of that id.
-
-    Raises:
-        DagError: `model_not_found`.
-    """
-    folder = Path(model)
-    if (folder / "config.json").exists():
-        return folder
-    if folder.exists() or not HUB_ID.fullmatch(str(model)):
-        raise DagError(
-            "model_not_found", f"{str(model)!r} is no folder with a config.json, nor a Hub id", "model"
-        )
-    try:
-        from huggingface_hub import constants, errors, snapshot_download
-    except ImportError:
-        hint = "install dagengine[hub] to load models by their Hub id"
-        raise DagError("model_not_found", f"{str(model)!r} is no folder; {hint}", "model") from None
-    try:
-        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except errors.LocalEntryNotFoundError as error:
-        cause = error.__cause__ or error
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{type(cause).__name__}: {cause}"
-        message = f"{str(model)!r} was not fetched before, and the Hub could not be reached: {why}"
-        raise DagError("model_not_found", message, "model") from error
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
-        raise DagError(
-            "model_not_found", f"the Hub has no {str(model)!r} for us: {error}", "model"
-        ) from error
-    except Exception as error:
-        raise DagError(
-            "model_not_found", f"{str(model)!r} could not be fetched from the Hub: {error}", "model"
-        ) from error
-
-
-def read_model(folder: Path) -> ModelFiles:
-    """Read `config.json` and `generation_config.json`; refuse what the engine does not compute exactly."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        generation_path = folder / "generation_config.json"
-        generation = json.loads(generation_path.read_text()) if generation_path.exists() else {}
-    except ValueError as error:
-        raise DagError(
-            "invalid_weights", f"{folder} holds a config that is no JSON: {error}", "model"
-        ) from None
-    try:
-        geometry = geometry_from_config(config)
-    except Exception as error:
-        raise as_dag_error(error, "model") from None
-    eos = generation.get("eos_token_id") if isinstance(generation, dict) else None
-    ids = [eos] if isinstance(eos, int) else list(eos or ())
-    return ModelFiles(folder, config, geometry, tuple(dict.fromkeys([*ids, *geometry.eos_token_ids])))
 
 
 def build_core(

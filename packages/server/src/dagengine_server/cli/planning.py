@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dagengine import EngineConfig
-from dagengine.build import assemble, find_model, read_model
+from dagengine.build import assemble
 from dagengine.core import EngineCore
+from dagengine.model_files import find_model, read_model
 from dagengine.tokenizer import Tokenizer
 
 

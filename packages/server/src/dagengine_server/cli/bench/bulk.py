@@ -73,7 +73,7 @@ def bulk(
     repeats: Annotated[int, typer.Option(min=1, help="of each bulk, both ways")] = 1,
 ) -> None:
     """Bulks of span queries over short fragments that they share, against plain prompts with prefix caching."""
-    from dagengine.build import find_model
+    from dagengine.model_files import find_model
     from dagengine.shapes import shape_config
     from dagengine.tokenizer import Tokenizer
 

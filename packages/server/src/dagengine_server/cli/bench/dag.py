@@ -139,7 +139,7 @@ class _Run:
         if not transformers_available():
             say("transformers is not installed: its figures are left out")
             return None
-        from dagengine.build import find_model
+        from dagengine.model_files import find_model
 
         def on_engine(function: Callable[[], Any]) -> Any:
             return probe.llm.engine.call(lambda _: function()).result()

@@ -56,7 +56,7 @@ class _Peer(ABC):
         for name, value in common.given.items():
             if name not in self.options() and value != COMMON[name][1]:
                 raise CommandError(f"this command does not tell {self.name} of it; leave it out", name)
-        from dagengine.build import find_model, read_model
+        from dagengine.model_files import find_model, read_model
 
         self._random = random.Random(common.seed)
         self._highest = read_model(find_model(model)).geometry.vocab_size
