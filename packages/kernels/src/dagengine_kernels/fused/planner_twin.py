@@ -23,12 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import ne
 
 import numpy as np
 
 from dagengine_kernels.fused.alone_twin import AlonePlanner
+from dagengine_kernels.fused.clusters_twin import find_tiles
 from dagengine_kernels.fused.plan import (
     ENTRY_OWNER_SHIFT,
     ENTRY_ROWS,
@@ -39,20 +40,12 @@ from dagengine_kernels.fused.plan import (
     PlanClass,
     PlanParameters,
 )
+from dagengine_kernels.fused.ranges_twin import Piece, Range, Ranges, Unit
 from dagengine_kernels.fused.shares_twin import Item, share
 from dagengine_kernels.fused.spans import SpanTable, indptr
 
-MIN_GAIN = 64
-"""Tokens in common below which sharing a tile is not worth its masks."""
-
-MIN_GAIN_SHARE = 8
-"""A unit joins a tile only with at least 1 / MIN_GAIN_SHARE of its tokens in common."""
-
 PACKED = 4
 """A group of one slot is packed with those of others where its tokens are fewer than those of so many KV tiles."""
-
-Piece = tuple[int, int, int, int]
-"""(track, start, stop, delta)"""
 
 Vector = tuple[int, ...]
 """The delta at which each slot of a tile sees a run."""
@@ -83,29 +76,6 @@ def advance(arrays: PlanArrays) -> None:
         arrays.entries[entry, ENTRY_ROWS] += 1 << 16
         if arrays.entries[entry, ENTRY_ROWS] >> 16 == arrays.page_size:
             arrays.tails[sequence] = (entry + stride, room - 1, stride) if room > 1 else NO_TAIL
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """Rows first_row .. first_row + size - 1 of the table, which are one sequence."""
-
-    sequence: int
-    first_row: int
-    size: int
-    pieces: list[Piece]
-
-    @property
-    def length(self) -> int:
-        return sum(stop - start for _, start, stop, _ in self.pieces)
-
-
-@dataclass(frozen=True)
-class _Range:
-    track: int
-    start: int
-    stop: int
-    members: list[tuple[int, int]]
-    """(unit, delta), in the order of units and of their spans; a unit may be in it more than once."""
 
 
 @dataclass
@@ -143,14 +113,7 @@ class _Planner:
             for begin, end in zip(table.list_indptr[:-1], table.list_indptr[1:], strict=True)
         ]
         self.slots = [rows // parameters.group for rows in parameters.rows_per_tile]
-        self.tracks: list[tuple[int, int]] = []
-        """(list, stored position of its token 0)"""
-        self.tail_of: dict[int, int] = {}
-        """track of a growing tail -> its sequence"""
-        self.tail_stop: dict[int, int] = {}
-        """track of a growing tail -> the end of its tokens"""
-        self.units: list[_Unit] = []
-        self.long: list[_Unit] = []
+        self.found = Ranges(table, parameters.window, reserve, self.slots[-1])
         self.entries: list[list[int]] = []
         self.runs: list[list[int]] = []
         self.deltas: list[int] = []
@@ -158,142 +121,26 @@ class _Planner:
         self.tails = [NO_TAIL] * table.num_sequences
 
     def plan(self) -> PlanArrays:
-        self._find_units()
-        self._find_ranges()
-        for unit in self.long:
+        for unit in self.found.long:
             self._walk_long(unit)
-        for units, height in self._pack():
+        for units, height in find_tiles(self.found, self.slots, self.parameters.wide_cost):
             self._walk_tile(units, height)
         return self._assemble()
-
-    def _find_units(self) -> None:
-        table, window = self.table, self.parameters.window
-        numbers: dict[tuple[int, int], int] = {}
-        for b in range(table.num_sequences):
-            first_row, size = int(table.q_indptr[b]), int(table.q_indptr[b + 1] - table.q_indptr[b])
-            if size == 0:
-                continue
-            first = int(table.q_positions[first_row])
-            spans = table.spans[table.span_indptr[b] : table.span_indptr[b + 1]].tolist()
-            grows = self.reserve is not None and size == 1 and bool(spans)
-            pieces = []
-            for j, (which, start, stop, stored, delta) in enumerate(spans):
-                base = stored - start
-                view = base + delta
-                tail = stop
-                if grows and j == len(spans) - 1:
-                    tail = max(start, (stop - 1) // table.page_size * table.page_size)
-                end = tail
-                if not grows:
-                    end = min(end, first + size - view)
-                begin = start if window is None else max(start, first - window + 1 - view)
-                if begin < end:
-                    track = numbers.setdefault((which, base), len(self.tracks))
-                    if track == len(self.tracks):
-                        self.tracks.append((which, base))
-                    pieces.append((track, begin, end, delta))
-                if tail < stop:
-                    self.tail_of[len(self.tracks)] = b
-                    self.tail_stop[len(self.tracks)] = stop
-                    pieces.append((len(self.tracks), tail, stop, delta))
-                    self.tracks.append((which, base))
-            if pieces:
-                unit = _Unit(b, first_row, size, pieces)
-                (self.units if size <= self.slots[-1] else self.long).append(unit)
-
-    def _find_ranges(self) -> None:
-        """`ranges` in the order of tracks and starts; `unit_ranges`: those of each unit, span by span."""
-        of_track: list[list[tuple[int, int, int, int]]] = [[] for _ in self.tracks]
-        for u, unit in enumerate(self.units):
-            for track, start, stop, delta in unit.pieces:
-                of_track[track].append((u, start, stop, delta))
-        self.ranges: list[_Range] = []
-        at: list[dict[int, int]] = []
-        for track, seen in enumerate(of_track):
-            ends = sorted({end for _, start, stop, _ in seen for end in (start, stop)})
-            at.append({})
-            for start, stop in pairwise(ends):
-                members = [(u, delta) for u, begin, end, delta in seen if begin <= start and stop <= end]
-                at[track][start] = len(self.ranges)
-                if members:
-                    self.ranges.append(_Range(track, start, stop, members))
-        self.unit_ranges = []
-        for unit in self.units:
-            mine = []
-            for track, start, stop, _ in unit.pieces:
-                index = at[track][start]
-                while (
-                    index < len(self.ranges)
-                    and self.ranges[index].track == track
-                    and self.ranges[index].start < stop
-                ):
-                    mine.append(index)
-                    index += 1
-            self.unit_ranges.append(mine)
-
-    def _pack(self) -> list[tuple[list[int], int]]:
-        """Tiles as (units ascending, height)."""
-        packed = []
-        for units, union in self._cluster(range(len(self.units)), self.slots[-1]):
-            if sum(self.units[u].size for u in units) <= self.slots[0]:
-                packed.append((units, 0))
-                continue
-            highest = len(self.slots) - 1
-            if highest and all(self.units[u].size <= self.slots[0] for u in units):
-                parts = self._cluster(units, self.slots[0])
-                if union * self.parameters.wide_cost > sum(part for _, part in parts):
-                    packed += [(part, 0) for part, _ in parts]
-                    continue
-            packed.append((units, highest))
-        return packed
-
-    def _cluster(self, units: Sequence[int], slots: int) -> list[tuple[list[int], int]]:
-        """Greedy clusters of at most `slots` rows: (units ascending, tokens of the union of what they see)."""
-        length = {u: self.units[u].length for u in units}
-        left = dict.fromkeys(sorted(units, key=lambda u: (-length[u], u)))
-        clusters = []
-        while left:
-            chosen: list[int] = []
-            covered: set[int] = set()
-            gain = dict.fromkeys(units, 0)
-            free = slots
-            best: int | None = next(iter(left))
-            while best is not None:
-                chosen.append(best)
-                free -= self.units[best].size
-                del left[best]
-                for index in self.unit_ranges[best]:
-                    if index not in covered:
-                        covered.add(index)
-                        for u, _ in self.ranges[index].members:
-                            if u in gain:
-                                gain[u] += self.ranges[index].stop - self.ranges[index].start
-                fit = [
-                    u
-                    for u in left
-                    if self.units[u].size <= free
-                    and gain[u] >= MIN_GAIN
-                    and gain[u] * MIN_GAIN_SHARE >= length[u]
-                ]
-                best = min(fit, key=lambda u: (-gain[u], u), default=None)
-            union = sum(self.ranges[index].stop - self.ranges[index].start for index in covered)
-            clusters.append((sorted(chosen), union))
-        return clusters
 
     def _walk_tile(self, units: list[int], height: int) -> None:
         slot_of, rows = {}, []
         for u in units:
-            unit = self.units[u]
+            unit = self.found.units[u]
             slot_of[u] = range(len(rows), len(rows) + unit.size)
             rows += range(unit.first_row, unit.first_row + unit.size)
         groups: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
         seen = set()
         for u in units:
-            for index in self.unit_ranges[u]:
+            for index in self.found.unit_ranges[u]:
                 if index in seen:
                     continue
                 seen.add(index)
-                part = self.ranges[index]
+                part = self.found.ranges[index]
                 for layer, vector in enumerate(self._vectors(part, slot_of, len(rows))):
                     groups.setdefault(vector, []).append((layer, part.track, part.start, part.stop))
 
@@ -301,7 +148,7 @@ class _Planner:
             vector: piece[1]
             for vector, pieces in groups.items()
             for piece in pieces
-            if piece[1] in self.tail_of
+            if piece[1] in self.found.tail_of
         }
         tile = _Tile(height, rows, 0, 0, len(self.entries) // self.parameters.boxes, [], {})
         packs = self._packs(groups, tails)
@@ -415,7 +262,7 @@ class _Planner:
         for entry in self.entries[first:]:
             entry[ENTRY_ROWS] |= owner + 1 << ENTRY_OWNER_SHIFT
 
-    def _vectors(self, part: _Range, slot_of: dict[int, range], slots: int) -> list[tuple[int, ...]]:
+    def _vectors(self, part: Range, slot_of: dict[int, range], slots: int) -> list[tuple[int, ...]]:
         """Deltas of the slots in each layer: the k-th time that a unit sees the range is in layer k."""
         layers: list[list[int]] = []
         times: dict[int, int] = {}
@@ -430,7 +277,7 @@ class _Planner:
         return [tuple(layer) for layer in layers]
 
     def _enter(self, track: int, start: int, stop: int, run: int) -> None:
-        which, base = self.tracks[track]
+        which, base = self.found.tracks[track]
         size = self.table.page_size
         for index in range(start // size, (stop - 1) // size + 1):
             at = index * size
@@ -440,12 +287,12 @@ class _Planner:
     def _reserved(self, track: int, run: int) -> list[list[int]]:
         """The entries that a tail grows into when its last page, which was just entered, is full."""
         assert self.reserve is not None
-        size, base = self.table.page_size, self.tracks[track][1]
-        stop = self.tail_stop[track]
+        size, base = self.table.page_size, self.found.tracks[track][1]
+        stop = self.found.tail_stop[track]
         next_page = (stop - 1) // size + 1
         return [
             [page, 0, base + (next_page + i) * size, run]
-            for i, page in enumerate(self.reserve[self.tail_of[track]])
+            for i, page in enumerate(self.reserve[self.found.tail_of[track]])
         ]
 
     def _reserve(self, track: int, run: int) -> None:
@@ -456,10 +303,10 @@ class _Planner:
 
     def _grow(self, track: int, last: int, reserved: int, stride: int) -> None:
         """Note where a tail grows, whose last page is in entry `last`, and the next ones `stride` apart behind it."""
-        full = self.tail_stop[track] % self.table.page_size == 0
+        full = self.found.tail_stop[track] % self.table.page_size == 0
         room = 1 + reserved - full
         if room:
-            self.tails[self.tail_of[track]] = (last + full * stride, room, stride)
+            self.tails[self.found.tail_of[track]] = (last + full * stride, room, stride)
 
     def _pad(self, run: int, tile: _Tile) -> None:
         boxes = self.parameters.boxes
@@ -468,7 +315,7 @@ class _Planner:
         have = tile.walk_begin + len(tile.tile_runs)
         tile.tile_runs += [run] * (len(self.entries) // boxes - have)
 
-    def _walk_long(self, unit: _Unit) -> None:
+    def _walk_long(self, unit: Unit) -> None:
         """One walk for all chunks of a sequence; each chunk's tile is the part of it that its rows can see.
 
         What every row sees comes first, grouped by delta, then what depends on the row, by view position; with a
@@ -479,7 +326,7 @@ class _Planner:
         order = []
         appeared: dict[int, int] = {}
         for j, (track, start, stop, delta) in enumerate(unit.pieces):
-            base = self.tracks[track][1]
+            base = self.found.tracks[track][1]
             free = window is None and base + stop - 1 + delta <= first
             if free:
                 order.append((0, appeared.setdefault(delta, len(appeared)), j))
