@@ -218,6 +218,8 @@ class World:
         self._check_pages()
         self._poison_free_pages()
         self._check_device()
+        if self.core._pipeline.num_in_flight and not self.core.progressed:
+            raise Mismatch("a step was launched, and is called no progress")
         self.counts["steps"] += 1
         moving = self.core.store.num_in_flight > 0
         self._idle = 0 if self.core.progressed or events or not self.core.has_work else self._idle + 1

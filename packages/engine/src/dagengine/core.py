@@ -344,7 +344,7 @@ class EngineCore(StateOperations):
             self._collect()
         self._close_complete()
         if self.overlap and not self._pipeline.num_in_flight and (self._begun or self._scheduler.running):
-            self._launch_next()
+            launched = self._launch_next() or launched
         self._progressed = launched or was_in_flight or bool(self._requests.events)
         self._forget_dropped()
         return self._requests.take_events()
