@@ -226,9 +226,8 @@ class Tokenizer:
             raise DagError(
                 "unsupported", f"the chat template does not compile: {error}", "chat_template"
             ) from None
-        template.globals = dict(
-            template.globals
-        )  # each rendering copies them: a chain of maps takes its time
+        # Each rendering copies them, which takes its time where they are a chain of maps.
+        template.globals = dict(template.globals)
         return template
 
 

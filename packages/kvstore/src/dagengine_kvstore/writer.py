@@ -12,6 +12,7 @@ the last one and closes the chain.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ class PageWriter:
         self._committed = 0
         self._content: Context | Prefix = node.context  # of the pages before `_known`
         self._known = 0  # pages whose content is known
-        self._ahead: list[Prefix] = []  # contents of the next pages, which are not committed
+        self._ahead: deque[Prefix] = deque()  # contents of the next pages, which are not committed
         self._closed_tail = False  # the last page is partial and shared
         self._open = True
 
@@ -293,7 +294,7 @@ class PageWriter:
         self._closed_tail = len(tokens) < self._books.page_size
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        content = self._ahead.pop(0) if self._ahead else self._books.contents.extend(self._content, tokens)
+        content = self._ahead.popleft() if self._ahead else self._books.contents.extend(self._content, tokens)
         self._books.pool.remember(self.pages[self._known], content)
         self._content = content
         self._known += 1

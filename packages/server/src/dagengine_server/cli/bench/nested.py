@@ -53,47 +53,10 @@ SWEPT_TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 AS_STATES, REUSE = "judge's first token, as states", "prefix reuse"
 DECLARED = "judge's first token, declared with its candidates"
 WIDE, NARROW = "llama-3.1-8b, 24 candidates x 256", "llama-3.1-8b, 1 candidates x 256"
-BARS = (
-    Bar(
-        "judge over 24 x 256 against prefix reuse",
-        WIDE,
-        AS_STATES,
-        REUSE,
-        times_sooner,
-        20.0,
-        "x sooner",
-        True,
-    ),
-    Bar(
-        "judge over 1 x 256 against prefix reuse",
-        NARROW,
-        AS_STATES,
-        REUSE,
-        times_sooner,
-        1.0,
-        "x sooner",
-        True,
-    ),
-    Bar(
-        "judge declared with its 24 x 256 against prefix reuse",
-        WIDE,
-        DECLARED,
-        REUSE,
-        times_sooner,
-        20.0,
-        "x sooner",
-        True,
-    ),
-    Bar(
-        "judge declared with its 1 x 256 against prefix reuse",
-        NARROW,
-        DECLARED,
-        REUSE,
-        times_sooner,
-        1.0,
-        "x sooner",
-        True,
-    ),
+BARS = tuple(
+    Bar(f"{judge} {sizes} against prefix reuse", case, metric, REUSE, times_sooner, goal, "x sooner", True)
+    for judge, metric in (("judge over", AS_STATES), ("judge declared with its", DECLARED))
+    for sizes, case, goal in (("24 x 256", WIDE, 20.0), ("1 x 256", NARROW, 1.0))
 )
 
 
