@@ -151,6 +151,7 @@ class World:
         self.ends: dict[str, FinishedEvent] = {}
         self.pending: dict[str, Pending] = {}
         self.handles: list[Handle] = []
+        self._unchecked: list[Pending] = []
         self._idle = self._since_end = 0
 
     def run_graph(self) -> None:
@@ -610,10 +611,24 @@ class World:
                 self.counts["capacity by restores"] += 1
             else:
                 assert error.code == expected, f"{error}; the definition says {expected}"
+        if all(parent.node is not None for parent in parents):
+            self._check_tokens(pending)
+        else:
+            self._unchecked.append(pending)
+
+    def _check_tokens(self, pending: Pending) -> None:
         if pending.tokens:
             view = self._view(pending)
             for ids in pending.tokens.values():
                 self.oracle.check_tokens(pending.request, view, [*pending.request.input_ids, *ids])
+
+    def _check_the_unchecked(self) -> None:
+        """What was told of requests that failed, of whose parents it was not known yet how they end."""
+        unchecked, self._unchecked = self._unchecked, []
+        for pending in unchecked:
+            parents = [(pending.group or {})[name] for name in pending.parents if isinstance(name, str)]
+            if all(parent.node is not None for parent in parents):
+                self._check_tokens(pending)
 
     def _pins_answers(self, failing: Pending) -> bool:
         """Whether requests that have not ended may have pinned some of their answers already."""
@@ -625,6 +640,7 @@ class World:
         """Release everything and look for what stays. Raises Mismatch."""
         if self.pending:
             raise Mismatch(f"without a terminal event: {sorted(self.pending)}")
+        self._check_the_unchecked()
         self.core.store.expire()
         for handle in [handle for handle in self.handles if not self._expired(handle)]:
             self._release(handle)

@@ -105,8 +105,10 @@ def test_a_slot_keeps_its_addresses_until_a_list_outgrows_its_room():
     grown = slot.generation
     slot.load({"a": (ints(*range(16)), 16), "b": (ints(), 0), "c": (ints(6), 1)}, 8, 2, 4)
     assert slot.generation == grown, "room doubles"
-    slot.load({"a": (ints(), 0), "b": (ints(), 0), "c": (ints(6), 1)}, 9, 2, 4)
-    assert slot.generation > grown and len(slot.o_part) == 16, "the scratch grows too"
+    slot.load({"a": (ints(), 0), "b": (ints(), 0), "c": (ints(6), 1)}, 16, 2, 4)
+    assert slot.generation == grown and len(slot.o_part) == 16, "partial results have twice the room"
+    slot.load({"a": (ints(), 0), "b": (ints(), 0), "c": (ints(6), 1)}, 17, 2, 4)
+    assert slot.generation > grown and len(slot.o_part) == 32, "the scratch grows too"
 
 
 def test_a_slot_of_one_plan_has_just_its_size():

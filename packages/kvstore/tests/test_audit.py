@@ -27,7 +27,7 @@ def keep_what_nothing_holds(store: KVStore, node: NodeRecord) -> None:
 
 
 def lose_a_lease(store: KVStore, node: NodeRecord) -> None:
-    node.leases -= 1
+    node.leases.popitem()
 
 
 def mark_as_restoring(store: KVStore, node: NodeRecord) -> None:
@@ -67,7 +67,7 @@ def share_what_is_not_committed(store: KVStore, node: NodeRecord) -> None:
         (count_a_reference_too_many, "page 0 has 2 references, its owners are 1"),
         (lose_a_hold, "NodeRecord(uid=1, sealed, 3 tokens) is covered {(0, 3): 1}, its holds say {}"),
         (keep_what_nothing_holds, "keeps page 0, which nothing holds"),
-        (lose_a_lease, "counts 0 leases, there are 1"),
+        (lose_a_lease, "counts 0 reads by leases, there are 1"),
         (mark_as_restoring, "is marked restoring=True"),
         (hand_out_a_leased_page, "were handed out again under a lease"),
         (go_on_with_pages_that_are_gone, "has pages [1], and says [0]"),

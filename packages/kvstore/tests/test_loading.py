@@ -30,7 +30,7 @@ def test_overlapping_reads_of_one_state_through_several_parents_load_each_page_o
     transfer.end(2)
     store.poll()
     lease = store.lease(reads)
-    assert node.leases == 3 and {run[-1] for run in lease.pages[::2]} == {node.pages[1]}
+    assert node.leases == {lease: 3} and {run[-1] for run in lease.pages[::2]} == {node.pages[1]}
     lease.release()
     balanced(store)
 

@@ -221,7 +221,7 @@ def test_reads_are_there_where_they_can_be_leased_or_loaded() -> None:
     assert not store.is_there([Read(other, 0, 4), Read(node, 3, 5)])
     with refused("span_out_of_range", "reads[1]"):
         store.is_there([Read(other, 0, 4), Read(node, 3, 9)])
-    assert node.leases == 0 and store.stats().leases == 0
+    assert not node.leases and store.stats().leases == 0
     store.unhold(node)
     with refused("state_released", "reads[0]"):
         store.is_there([Read(node, 0, 8)])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from kvstore_helpers import SIGNATURE, assert_all_pages_back, child, make_store, refused, write
 
@@ -221,7 +223,7 @@ def test_content_keys_are_stable_and_do_not_depend_on_the_store() -> None:
             write(store, [3])
         keys.append(child(store, write(store, [1, 2, 3]), [4, 5]).content_key(2))
     assert keys[0] == keys[1]
-    assert keys[0].hex().startswith("95e86b7ac0e94ba4")
+    assert keys[0].hex().startswith("f37d63b6ddc80040")
 
 
 def test_reuse_can_be_held_to_the_position_at_which_pages_were_computed() -> None:
@@ -258,8 +260,39 @@ def test_keys_are_digests_of_fields_whatever_is_put_together_ahead() -> None:
     empty = reuse.digest(fields)
     read = [("source", source.content_key(5)), ("read", reuse.pack((0, 5, -5)))]
     assert source.context.key == empty and node.context.key == reuse.digest([*fields, *read])
-    assert node.content_key(2) == reuse.digest(
-        [("context", node.context.key), ("tokens", reuse.pack([6, 7]))]
-    )
     first = reuse.Prefix(node.context, (6, 7))
     assert first.key == reuse.digest([("before", node.context.key), ("page", reuse.pack([6, 7]))])
+    assert node.content_key(2) == first.key and node.content_key(0) == node.context.key
+
+
+def key_of_pages(node: NodeRecord, stop: int, size: int = 4) -> bytes:
+    content: reuse.Context | reuse.Prefix = node.context
+    for start in range(0, stop, size):
+        content = reuse.Prefix(content, tuple(node.tokens[start : min(start + size, stop)]))
+    return content.key
+
+
+@pytest.mark.parametrize("asked", [(), (3, 11), (8, 14)], ids=["sealed", "while it grows", "ahead"])
+def test_a_content_key_is_that_of_the_pages_whoever_worked_it_out(asked: Sequence[int]) -> None:
+    """By committing, ahead of that, by matching, before a rollback, or by asking."""
+    store = make_store()
+    source = write(store, list(range(20, 27)))
+    tokens = list(range(14))
+    ways = [(tokens, False), ([*tokens[:8], 99, 98, 97, 96, 95, 94], False), (tokens, True)]
+    for listed, rolls_back in ways:
+        writer = store.begin([Parent.inherit(source)], [Read(source, 0, 7)], 7, signature=SIGNATURE)
+        at = writer.match(listed)
+        writer.reserve(len(listed) - at)
+        writer.append(listed[at:])
+        writer.look_ahead()
+        for stop in asked:
+            assert writer.node.content_key(stop) == key_of_pages(writer.node, stop)
+        writer.commit(len(listed) - at)
+        if rolls_back:
+            writer.rollback()
+            writer.reserve(len(listed))
+            writer.append([5, *listed[1:]])
+            writer.commit(len(listed))
+        node = writer.seal()
+        for stop in range(node.length + 1):
+            assert node.content_key(stop) == key_of_pages(node, stop)

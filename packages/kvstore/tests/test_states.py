@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from kvstore_helpers import SIGNATURE, Clock, assert_all_pages_back, child, make_store, refused, write
 
-from dagengine_kvstore import Parent, Read
+from dagengine_kvstore import Lease, NodeRecord, Parent, Read
 
 
 def test_a_released_handle_is_remembered_for_an_hour() -> None:
@@ -202,6 +202,28 @@ def test_a_page_of_a_released_state_waits_for_the_step_that_read_it_under_a_leas
     store.unhold(node)
     assert store.stats().pages_waiting == 1
     store.end_step(fence)
+    assert_all_pages_back(store)
+
+
+def test_a_page_of_a_released_state_is_asked_for_by_the_leases_that_read_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = make_store(num_pages=64)
+    nodes = [write(store, list(range(at, at + 8))) for at in range(0, 80, 8)]
+    leases = [store.lease([Read(node, 0, 8), Read(node, 2, 6)]) for node in nodes]
+    asked: list[Lease] = []
+    keep = Lease.keep
+
+    def count(lease: Lease, node: NodeRecord, index: int, page: int) -> int:
+        asked.append(lease)
+        return keep(lease, node, index, page)
+
+    monkeypatch.setattr(Lease, "keep", count)
+    for node in nodes:
+        store.unhold(node)
+    assert asked == [lease for lease in leases for _ in range(2)]
+    for lease in leases:
+        lease.release()
     assert_all_pages_back(store)
 
 

@@ -42,7 +42,7 @@ def test_what_has_ended_is_remembered_for_a_while() -> None:
 
 def node() -> NodeRecord:
     context = ContentTable().context((), "", (), 0)
-    return NodeRecord(1, 0, (), (), (), "", context, Hold(None, 0, 0, ()))
+    return NodeRecord(1, 0, (), (), (), "", context, Hold(None, 0, 0, ()), 4)
 
 
 def test_claims_end_page_by_page_or_when_nobody_asks_any_more() -> None:

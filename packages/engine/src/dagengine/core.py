@@ -129,6 +129,7 @@ class EngineCore(StateOperations):
         if config.seed is None:
             self._seeds.seed()
         self._progressed = False
+        self._completed_early: list[Sequence] = []  # sealed early and complete now, in the order they are to be closed
         self.on_launch: Callable[[], None] = _nothing
 
     def submit(self, request: Request) -> None:
@@ -335,16 +336,19 @@ class EngineCore(StateOperations):
         the last call. Errors of a batch end its requests only.
 
         With `overlap`, where that leaves the device with nothing to do and let other requests begin, their first batch
-        is launched too, before the records of those that ended are made.
+        is launched too, before the records of those that ended are made. Where the device is busy, tokens are returned
+        first, and what ended besides is closed by the next call.
         """
         self.pump()
+        self._close_complete()
         was_in_flight = self._pipeline.num_in_flight > 0
         launched = self._launch_next()
         if self._pipeline.num_in_flight > (1 if launched and self.overlap else 0):
             self._collect()
-        self._close_complete()
-        if self.overlap and not self._pipeline.num_in_flight and (self._begun or self._scheduler.running):
-            launched = self._launch_next() or launched
+        if not (self._requests.events and self._pipeline.num_in_flight):
+            self._close_complete()
+            if self.overlap and not self._pipeline.num_in_flight and (self._begun or self._scheduler.running):
+                launched = self._launch_next() or launched
         self._progressed = launched or was_in_flight or bool(self._requests.events)
         self._forget_dropped()
         return self._requests.take_events()
@@ -456,7 +460,7 @@ class EngineCore(StateOperations):
                 if work.committed:
                     self._scheduler.bringing.finish_restore(work)
             elif isinstance(work, Sequence) and work.sealed_early and work.complete:
-                self._close_last(work)  # before who reads it has results
+                self._completed_early.append(work)
 
     def _take_results(self, launch: Launch) -> None:
         events = self._requests.events
@@ -482,10 +486,13 @@ class EngineCore(StateOperations):
         if event is not None:
             events.append(event)
         if sequence.finish_reason is not None and not sequence.keep:
-            self._close(sequence)
+            self._close_early()  # what it reads ends before it does
+            if sequence.phase is Phase.RUNNING:
+                self._close(sequence)
 
     def _close_complete(self) -> None:
         """Close answers that are computed and sample nothing more."""
+        self._close_early()
         for work in list(self._scheduler.running):
             if (
                 not work.pending
@@ -493,6 +500,13 @@ class EngineCore(StateOperations):
                 and work.phase is Phase.RUNNING
                 and work.complete
             ):
+                self._close_last(work)
+
+    def _close_early(self) -> None:
+        """Close answers that were read before they were complete: each before those that read it."""
+        early, self._completed_early = self._completed_early, []
+        for work in early:
+            if work.phase is Phase.RUNNING:
                 self._close_last(work)
 
     def _close_last(self, work: Sequence) -> None:

@@ -16,6 +16,7 @@ made when events are taken.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -117,6 +118,7 @@ class RequestTable:
 
         Returns: their answers, which wait to run.
         """
+        began = time.perf_counter()
         ended = {id(sequence) for sequence in completing}
         children = {
             child.request.id: child
@@ -144,6 +146,7 @@ class RequestTable:
         for child in ready:
             with suppress(Exception):  # it is refused again, and told so, once those that it reads have ended
                 self._begin(child)
+                child.began = began  # sealing what it reads was for it
         return [sequence for child in ready for sequence in child.sequences]
 
     def try_begin(self, running: RunningRequest) -> None:

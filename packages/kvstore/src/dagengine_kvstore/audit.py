@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from dagengine_kvstore.tiers import Tier
 
 if TYPE_CHECKING:
     from dagengine_kvstore.books import Books
+    from dagengine_kvstore.leases import Lease
 
 
 def problems(books: Books) -> list[str]:
@@ -82,9 +83,10 @@ def _owned(books: Books) -> list[Hold]:
 
 def _nodes(books: Books) -> list[str]:
     found: list[str] = []
-    leases: Counter[NodeRecord] = Counter()
+    leases: defaultdict[NodeRecord, Counter[Lease]] = defaultdict(Counter)
     for lease in books.leases:
-        leases.update(read.node for read in lease.reads)
+        for read in lease.reads:
+            leases[read.node][lease] += 1
         if lease.is_stale():
             pages = [run.tolist() for run in lease.pages]
             found.append(f"pages {pages} were handed out again under a lease")
@@ -96,7 +98,8 @@ def _nodes(books: Books) -> list[str]:
         if node.sealed and node not in placed and any(page is not None for page in node.pages):
             found.append(f"{node} has pages and no place in the order of use")
         if node.leases != leases[node]:
-            found.append(f"{node} counts {node.leases} leases, there are {leases[node]}")
+            counted, there = (sum(each.values()) for each in (node.leases, leases[node]))
+            found.append(f"{node} counts {counted} reads by leases, there are {there}")
         if node.restoring != (node in books.restores):
             found.append(f"{node} is marked restoring={node.restoring}, which is wrong")
         if not node.run_is_true():

@@ -293,27 +293,32 @@ class Books:
 
     def lease(self, reads: tuple[Read, ...], runs: tuple[array[int], ...]) -> Lease:
         """Pin the pages of sealed nodes' tokens, per read."""
-        for read in reads:
-            read.node.leases += 1
         lease = Lease(self.pool, self.page_size, reads, runs, self.end_lease)
-        self.leases[lease] = None
+        self.enter_lease(lease)
         return lease
+
+    def enter_lease(self, lease: Lease) -> None:
+        self.leases[lease] = None
+        for node, _, _, _ in lease.reads:
+            node.leases[lease] = node.leases.get(lease, 0) + 1
+
+    def remove_lease(self, lease: Lease) -> None:
+        del self.leases[lease]
+        for node, _, _, _ in lease.reads:
+            node.leases.pop(lease, None)
 
     def end_lease(self, lease: Lease) -> None:
         self.releases += 1
-        del self.leases[lease]
-        for read in lease.reads:
-            read.node.leases -= 1
+        self.remove_lease(lease)
         self.pool.touch_all(lease.pages)
         for page in lease.own_pages():
             self.pool.drop(page)
 
     def _keep_leased(self, node: NodeRecord, index: int, page: int) -> None:
         """A node lets go of a page: the leases that read it there refer to it themselves from now on."""
-        if node.leases:
-            for lease in self.leases:
-                for _ in range(lease.keep(node, index, page)):
-                    self.pool.share(page)
+        for lease in node.leases:
+            for _ in range(lease.keep(node, index, page)):
+                self.pool.share(page)
 
     def _end_restore(self, writer: RestoreWriter, kind: str) -> None:
         self.releases += 1

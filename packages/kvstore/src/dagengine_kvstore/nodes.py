@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from dagengine_kvstore.reuse import page_key
+
 if TYPE_CHECKING:
     from dagengine_kvstore.holds import Hold
+    from dagengine_kvstore.leases import Lease
     from dagengine_kvstore.references import Parent, Read
     from dagengine_kvstore.residency import PageCopy
     from dagengine_kvstore.reuse import Context
@@ -58,6 +61,8 @@ class NodeRecord:
     __slots__ = (
         "__weakref__",
         "_content_keys",
+        "_page_keys",
+        "_page_size",
         "_run",
         "context",
         "copies",
@@ -89,6 +94,7 @@ class NodeRecord:
         salt: str,
         context: Context,
         root: Hold,
+        page_size: int,
     ) -> None:
         self.uid = uid
         self.own_start = own_start
@@ -104,11 +110,13 @@ class NodeRecord:
         self.copies: list[PageCopy | None] = []
         self.root = root
         self.cover: dict[tuple[int, int], int] = {}  # held range -> number of holds on it
-        self.leases = 0
+        self.leases: dict[Lease, int] = {}  # those that read it, and how often each does
         self.restoring = False
         self.recomputable = True  # whether its recipe gives the KV that it has; if not, that is never lost
         self.last_used = 0
         self._content_keys: dict[int, bytes] = {}
+        self._page_keys: list[bytes] = []  # of the first full pages
+        self._page_size = page_size
         self._run: array[int] | None = None
 
     def __repr__(self) -> str:
@@ -162,10 +170,32 @@ class NodeRecord:
         return start >= stop
 
     def content_key(self, stop: int) -> bytes:
-        """Stable key of what the KV of tokens [0, stop) is: context and tokens, not position and not node."""
+        """Stable key of what the KV of tokens [0, stop) is: context and tokens, not position and not node. It is that of
+        the last of their pages.
+        """
         key = self._content_keys.get(stop)
         if key is None:
-            key = self.context.content_key(self.tokens[:stop])
+            key = self._key_behind(stop)
             if self.sealed:
                 self._content_keys[stop] = key
+        return key
+
+    def know_page(self, index: int, key: bytes) -> None:
+        """What `content_key` is behind full page `index`, from who works that out anyway."""
+        if index == len(self._page_keys):
+            self._page_keys.append(key)
+
+    def forget_pages(self) -> None:
+        """Its tokens are gone, and others may come."""
+        self._page_keys.clear()
+
+    def _key_behind(self, stop: int) -> bytes:
+        size, known = self._page_size, len(self._page_keys)
+        end = min(stop // size, known) * size
+        key = self._page_keys[end // size - 1] if end else self.context.key
+        while end < stop:
+            begin, end = end, min(end + size, stop)
+            key = page_key(key, self.tokens[begin:end])
+            if end - begin == size and self.sealed:
+                self.know_page(begin // size, key)
         return key

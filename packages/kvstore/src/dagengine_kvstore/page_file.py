@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 MAGIC = b"dagkvpg\n"
-VERSION = 1
+VERSION = 2
 DIGEST_BYTES = 32
 _HEAD = struct.Struct(f"<8sIIqQ{DIGEST_BYTES}s{DIGEST_BYTES}s")
 

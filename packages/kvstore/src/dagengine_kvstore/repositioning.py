@@ -180,15 +180,11 @@ class Repositioner:
         lease = Lease(
             self._books.pool, self._books.page_size, reads, (array("i"),) * len(reads), lambda _: None
         )
-        self._books.leases[lease] = None
-        for read in reads:
-            read.node.leases += 1
+        self._books.enter_lease(lease)
         try:
             yield
         finally:
-            del self._books.leases[lease]
-            for read in reads:
-                read.node.leases -= 1
+            self._books.remove_lease(lease)
 
     def _targets(self, jobs: Sequence[_Job], fresh: Sequence[int], given: Sequence[int]) -> list[list[int]]:
         """The pages of each new node, in order."""
@@ -210,7 +206,15 @@ class Repositioner:
             hold.refs += 1
         root = self._books.holds.root(below)
         node = NodeRecord(
-            uid, asked.own_start, source.parents, asked.reads, source.signature, source.salt, context, root
+            uid,
+            asked.own_start,
+            source.parents,
+            asked.reads,
+            source.signature,
+            source.salt,
+            context,
+            root,
+            self._books.page_size,
         )
         node.recomputable = not self._strict or not any(job.turned)
         return node

@@ -19,10 +19,11 @@ import weakref
 from collections.abc import Iterable, Sequence
 from functools import cache
 from hashlib import blake2b
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from dagengine_kvstore.nodes import NodeRecord
-from dagengine_kvstore.references import Read
+if TYPE_CHECKING:
+    from dagengine_kvstore.nodes import NodeRecord
+    from dagengine_kvstore.references import Read
 
 
 def digest(fields: Iterable[tuple[str, bytes]]) -> bytes:
@@ -48,12 +49,17 @@ def pack(values: Sequence[int]) -> bytes:
 
 _KEY_SIZE = 32
 _PACK_READ = struct.Struct("<3q").pack
-_SOURCE, _BEFORE, _CONTEXT = (_head(tag, _KEY_SIZE) for tag in ("source", "before", "context"))
+_SOURCE, _BEFORE = (_head(tag, _KEY_SIZE) for tag in ("source", "before"))
 _READ = _head("read", struct.calcsize("<3q"))
 
 
 def _hashed(parts: Iterable[bytes]) -> bytes:
     return blake2b(b"".join(parts), digest_size=_KEY_SIZE).digest()
+
+
+def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
+    """The key of the tokens of one page behind what `before` is the key of: a context, or the page before."""
+    return _hashed((_BEFORE, before, _head("page", 8 * len(tokens)), pack(tokens)))
 
 
 class _Content:
@@ -108,9 +114,6 @@ class Context(_Content):
             )
         )
 
-    def content_key(self, tokens: Sequence[int]) -> bytes:
-        return _hashed((_CONTEXT, self.key, _head("tokens", 8 * len(tokens)), pack(tokens)))
-
 
 def _same_content(a: NodeRecord, b: NodeRecord, stop: int) -> bool:
     return a is b or (a.context is b.context and tuple(a.tokens[:stop]) == tuple(b.tokens[:stop]))
@@ -124,7 +127,7 @@ class Prefix(_Content):
     def __init__(self, before: Context | Prefix, tokens: tuple[int, ...]) -> None:
         self.before = before
         self.tokens = tokens
-        super().__init__(_hashed((_BEFORE, before.key, _head("page", 8 * len(tokens)), pack(tokens))))
+        super().__init__(page_key(before.key, tokens))
 
     __hash__ = _Content.__hash__
 

@@ -154,7 +154,7 @@ def state_info(books: Books, handle: Handle, now: float) -> StateInfo:
         pages=sum(page is not None for page in node.pages[: span.stop]),
         host_pages=sum(copy_of(node, index) is not None for index in span),
         tier=books.tier(node),
-        readers=node.leases,
+        readers=sum(node.leases.values()),
         holders=node.root.refs,
         pinned=handle.pinned,
         expires_s=None if handle.deadline is None else max(0.0, handle.deadline - now),

@@ -172,7 +172,7 @@ class KVStore:
             hold = holds.hold(parent, start, stop, passed=mode != "artifact")
             (digested if mode == "digest" else passing).append(hold)
         root = holds.root(passing)
-        node = NodeRecord(self._next_uid, own_start, parents, reads, fields, salt, context, root)
+        node = NodeRecord(self._next_uid, own_start, parents, reads, fields, salt, context, root, self.page_size)
         self._next_uid += 1
         self._books.add_node(node)
         self._books.writers[node] = Writer(self._books, node, tuple(digested))

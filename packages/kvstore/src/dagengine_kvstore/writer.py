@@ -279,6 +279,7 @@ class PageWriter:
         self.pages = self.pages.copy()
         self._drop_pages()
         self._tokens.clear()
+        self.node.forget_pages()
         self.num_unknown = self._committed = self._known = 0
         self._content = self.node.context
         self._ahead.clear()
@@ -289,13 +290,18 @@ class PageWriter:
         self.pages.append(page)
         self._tokens.extend(tokens)
         self._committed = self.num_tokens
-        self._content = content
-        self._known += 1
         self._closed_tail = len(tokens) < self._books.page_size
+        self._know(content)
 
     def _learn(self, tokens: Sequence[int]) -> None:
         content = self._ahead.popleft() if self._ahead else self._books.contents.extend(self._content, tokens)
         self._books.pool.remember(self.pages[self._known], content)
+        self._know(content)
+
+    def _know(self, content: Prefix) -> None:
+        """This is what the next page holds."""
+        if len(content.tokens) == self.page_size:
+            self.node.know_page(self._known, content.key)
         self._content = content
         self._known += 1
 

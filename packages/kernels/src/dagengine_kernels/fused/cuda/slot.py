@@ -21,7 +21,8 @@ from torch import Tensor
 from dagengine_kernels.staging import Staging
 
 LEAST = 4096
-"""Elements that a list or the scratch has room for from the start."""
+"""Elements that a list has room for from the start, and half the partial results that the scratch has: steps of many
+readers have more of these than lists have elements, and every growth costs the graphs that were captured before."""
 
 PADDING = -1
 _NO_ROOM = (0, -1)
@@ -68,7 +69,7 @@ class PlanSlot:
         """
         self._make_room(lists)
         if parts > self._scratch[0] or self._scratch[1:] != (group, head_dim):
-            size = max(self._room(parts), 1)
+            size = max(self._room(parts), 2 * self._least, 1)
             self._o_part = torch.empty(size, group, head_dim, dtype=torch.float32, device=self.device)
             self._lse2_part = torch.empty(size, group, dtype=torch.float32, device=self.device)
             self._scratch = (size, group, head_dim)
