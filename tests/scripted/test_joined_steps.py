@@ -13,6 +13,7 @@ from simulator import Settings, World
 from dagengine import ContextRef, Keep, SamplingParams
 from dagengine.request import Request
 from dagengine.runner import Chunk
+from dagengine.sampler import NonFiniteLogits
 from dagengine.scheduler import Scheduler
 from dagengine.sequence import Sequence
 from dagengine.work import Work
@@ -175,13 +176,116 @@ def test_what_is_read_is_sealed_in_the_order_in_which_it_is_read(steps: Steps) -
     finish(run)
 
 
-def test_what_was_said_is_joined_once_all_of_it_is_known(steps: Steps) -> None:
-    """Its last token is computed once the host knows it, also where steps overlap."""
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """Of every step that somebody joined: whose last tokens nobody knew when it was chosen."""
+    seen: list[set[str]] = []
+    schedule = Scheduler.schedule
+
+    def watched(self: Scheduler, **options: Any) -> list[Chunk] | None:
+        chunks = schedule(self, **options)
+        if chunks and chunks[-1].joins:
+            seen.append({name_of(chunk.work) for chunk in chunks if chunk.pending is not None})
+        return chunks
+
+    monkeypatch.setattr(Scheduler, "schedule", watched)
+    return seen
+
+
+def test_what_was_said_is_joined_before_the_last_of_it_is_known(
+    steps: Steps, unknown: list[set[str]], step_mode: str
+) -> None:
+    """Where steps overlap, in the step behind the one that samples it."""
     run = world()
     run.submit(question("said", keep=Keep()), question("next", *reads("said"), sampling=ONE))
     run.run()
     assert steps[-1] == {"said": (1, False), "next": (3, True)}
     assert [step["said"][0] for step in steps] == [3, 1, 1, 1, 1]
+    assert unknown == [set() if step_mode == "at once" else {"said"}]
+    assert list(run.ends) == ["said", "next"]
+    finish(run)
+
+
+PENALTY = SamplingParams(max_tokens=2, temperature=0.0, repetition_penalty=1.3)
+ARTIFACT = ContextRef(request="said", mode="artifact")
+
+
+@pytest.mark.parametrize(
+    ("reader", "ends_short", "waits"),
+    [
+        (question("next", *reads("said"), sampling=PENALTY), False, True),
+        (question("next", ARTIFACT), True, True),
+        (question("next", replace(ARTIFACT, span="output")), True, True),
+        (question("next", ARTIFACT), False, False),
+        (question("next", replace(ARTIFACT, span="all")), True, False),
+        (question("next", replace(ARTIFACT, span=(2, 7))), True, False),
+        (question("next", *reads("said")), True, False),
+        (document("next", 4, context=reads("said")), True, False),
+    ],
+    ids=["penalty", "output", "output by name", "endless output", "all", "numbers", "inherited", "prefilled"],
+)
+def test_who_must_know_what_was_said_joins_once_it_is_known(
+    reader: Request, ends_short: bool, waits: bool, steps: Steps, unknown: list[set[str]], step_mode: str
+) -> None:
+    """Where the answer ends as its last token decides, and for what looks at tokens before it begins."""
+    run = world()
+    stop = (run.core._vocab_size - 1,) if ends_short else ()
+    sampling = SamplingParams(max_tokens=5, temperature=1.0, seed=3, stop_token_ids=stop, ignore_eos=True)
+    run.submit(question("said", sampling=sampling, keep=Keep()), reader)
+    run.run()
+    assert len(unknown) == 1 and steps[-1 if reader.sampling is None else 5]["next"][1]
+    assert unknown == [set() if waits or step_mode == "at once" else {"said"}]
+    finish(run)
+
+
+@pytest.mark.parametrize("mode", ["inherit", "artifact"])
+def test_spans_are_those_of_the_end_where_the_last_token_is_one_that_stops(mode: Any, steps: Steps) -> None:
+    """It was read before anybody knew that it is no part of the output."""
+    free = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    run = world()
+    run.submit(question("free", sampling=free))
+    run.run()
+    *others, last = run.ends["free"].choices[0].token_ids
+    assert last not in others
+    stopped = replace(free, stop_token_ids=(last,))
+    span = "all" if mode == "artifact" else None
+    reading = ContextRef(request="said", mode=mode, span=span)
+    run.submit(question("said", sampling=stopped, keep=Keep()), question("next", reading))
+    run.run()
+    said = run.ends["said"].choices[0]
+    assert said.finish_reason == "stop" and said.token_ids == tuple(others)
+    assert said.dag.spans["output"] == (3, 6) and said.dag.spans["all"] == (0, 7)
+    state = run.handle("said").id
+    assert dict(run.core.store.describe(state).spans)["output"] == (3, 6)
+    run.submit(question("later", ContextRef(state=state, mode="artifact"), sampling=ONE))
+    run.run()
+    assert run.ends["later"].choices[0].dag.visible == 3
+    finish(run)
+
+
+@pytest.mark.parametrize("bad", ["said", "other"])
+def test_an_answer_whose_last_token_is_none_takes_those_that_read_it_along(
+    bad: str, monkeypatch: pytest.MonkeyPatch, step_mode: str
+) -> None:
+    """The scores that it is chosen from are not finite, which shows when its reader runs already."""
+    run = world()
+    run.expected_errors = frozenset({"internal"})
+    two = SamplingParams(max_tokens=4, temperature=1.0, seed=2)
+    take = type(run.core)._take_results
+
+    def planted(core: Any, launch: Any) -> None:
+        for row, sequence in enumerate(launch.sequences):
+            if sequence.request.id == bad and sequence.num_sampled == 3:
+                launch.results[row] = NonFiniteLogits(row)
+        take(core, launch)
+
+    monkeypatch.setattr(type(run.core), "_take_results", planted)
+    group = [question(name, sampling=two) for name in ("said", "other")]
+    run.submit(*group, question("judge", *reads("said", "other"), keep=Keep()), question("x", *reads("judge")))
+    run.run()
+    codes = {name: end.error and end.error.code for name, end in run.ends.items()}
+    good = "other" if bad == "said" else "said"
+    assert codes == {bad: "internal", good: None, "judge": "parent_failed", "x": "parent_failed"}
     finish(run)
 
 

@@ -71,6 +71,13 @@ def test_an_answer_that_returned_nothing_has_an_empty_output_not_all(graph: Cont
     assert compile_context(graph, [Artifact("open")]).ranges == ()
 
 
+def test_names_may_stand_for_other_spans_and_what_was_compiled_stays(graph: ContextGraph) -> None:
+    compiled = compile_context(graph, [Artifact("answer")])
+    graph.rename_spans("answer", NodeSpans(output=(4, 6), turn=(2, 10)))
+    assert compiled.ranges == (TokenRange("answer", 4, 9),)
+    assert compile_context(graph, [Artifact("answer")]).ranges == (TokenRange("answer", 4, 6),)
+
+
 REFUSALS: list[tuple[str, str | None, Callable[[ContextGraph], object]]] = [
     ("state_not_found", "context[0].node", lambda g: g.add("x", [Inherit("nothing")])),
     ("state_not_found", "context[1].node", lambda g: compile_context(g, [Inherit("doc"), Artifact("x")])),
@@ -106,6 +113,9 @@ REFUSALS: list[tuple[str, str | None, Callable[[ContextGraph], object]]] = [
     ("invalid_request", "node", lambda g: g.extend("doc", 1)),
     ("invalid_request", "count", lambda g: g.extend("open", -1)),
     ("invalid_request", "node", lambda g: g.seal("doc")),
+    ("invalid_request", "node", lambda g: g.rename_spans("open", NodeSpans())),
+    ("state_not_found", "node", lambda g: g.rename_spans("nothing", NodeSpans())),
+    ("span_out_of_range", "spans.output", lambda g: g.rename_spans("doc", NodeSpans(output=(2, 7)))),
     ("state_not_found", "node", lambda g: g.extend("nothing", 1)),
     ("state_not_found", "node", lambda g: g.seal("nothing")),
     ("state_not_found", "node", lambda g: g.drop("nothing")),

@@ -86,7 +86,6 @@ def test_nothing_is_written_behind_it() -> None:
         lambda: writer.append([4]),
         lambda: writer.reserve(1),
         lambda: writer.match([4]),
-        lambda: writer.fill([4]),
         lambda: writer.rollback(),
         lambda: writer.seal_early(),
     ):
@@ -96,8 +95,8 @@ def test_nothing_is_written_behind_it() -> None:
     with refused("not_committed"):
         writer.seal()
     writer.commit(3)
-    with refused("illegal_transition", "spans"):
-        writer.seal({})
+    with refused("span_out_of_range", "spans.turn"):
+        writer.seal({"turn": (0, 4)})
     writer.seal()
     with refused("writer_closed"):
         writer.seal()
@@ -120,17 +119,85 @@ def test_what_is_worked_out_ahead_of_its_seal_holds_the_last_page_too() -> None:
     store.check()
 
 
-def test_tokens_that_are_not_known_and_spans_outside_are_refused_and_change_nothing() -> None:
+def test_spans_outside_are_refused_and_change_nothing_and_those_of_the_end_replace_the_first() -> None:
     store = make_store()
     writer = written(store, [1, 2, 3])
     with refused("span_out_of_range", "spans.turn"):
         writer.seal_early({"turn": (0, 4)})
+    node = writer.seal_early({"turn": (0, 3), "output": (1, 3)})
+    writer.commit(3)
+    assert writer.seal({"turn": (0, 3), "output": (1, 2)}) is node
+    assert node.spans == {"turn": (0, 3), "output": (1, 2)}
+    again = written(store, [1, 2, 3])
+    spans = again.seal_early({"turn": (0, 3)}).spans
+    again.commit(3)
+    assert again.seal().spans == spans
+
+
+@pytest.mark.parametrize("known", [3, 7, 8, 11])
+def test_what_is_not_known_can_be_read_and_is_named_before_it_is_committed(known: int) -> None:
+    """Whatever row of a page the last token is; then all of it is found as if it had been known."""
+    tokens, own = list(range(20, 20 + known)), [1, 2, 3, 4, 5]
+    found = []
+    for late in (False, True):
+        store = make_store()
+        writer = written(store, tokens)
+        writer.commit(known)
+        writer.reserve(1)
+        writer.append([] if late else [9], unknown=int(late))
+        node = writer.seal_early()
+        assert node.length == known + 1 and node.num_unknown == late
+        parents, reads = [Parent.inherit(node)], [Read(node, 0, known + 1)]
+        reader = store.begin(parents, reads, known + 1, signature=SIGNATURE)
+        store.check()
+        if late:
+            with refused("not_filled"):
+                node.content_key(known + 1)
+            with refused("not_filled"):
+                reader.page_keys(own)
+            assert reader.match(own) == 0
+            node.content_key(known)
+        with store.lease(reads):
+            reader.reserve(5)
+            reader.append(own)
+            if late:
+                writer.fill([9])
+            assert node.tokens == (*tokens, 9) and not node.num_unknown
+            writer.commit(1)
+            reader.commit(5)
+        writer.seal()
+        sealed = reader.seal()
+        again = store.begin(parents, reads, known + 1, signature=SIGNATURE)
+        assert again.match(own, whole=True) == 5
+        again.abort()
+        found.append((node.content_key(known + 1), sealed.content_key(5), sealed.context.key))
+        for each in (node, sealed):
+            store.unhold(each)
+        assert_all_pages_back(store)
+    assert found[0] == found[1]
+
+
+def test_who_reads_what_is_not_known_cannot_be_read_early_and_may_give_up() -> None:
+    store = make_store()
+    writer = written(store, [1, 2, 3])
+    writer.commit(3)
     writer.reserve(1)
     writer.append([], unknown=1)
-    with refused("not_filled"):
-        writer.seal_early()
-    writer.fill([4])
-    assert writer.seal_early().length == 4
+    node = writer.seal_early()
+    reader = store.begin([Parent.inherit(node)], [Read(node, 0, 4)], 4, signature=SIGNATURE)
+    reader.reserve(5)
+    reader.append([5, 6, 7, 8, 9])
+    with refused("not_filled", "reads"):
+        reader.seal_early()
+    with refused("not_filled", "count"):
+        reader.commit(5)
+    assert reader.num_committed == 0 and store.stats().tokens_written == 3
+    reader.rollback()
+    reader.abort()
+    writer.abort()
+    assert node.num_unknown == 1
+    store.unhold(node)
+    assert_all_pages_back(store)
 
 
 def test_it_stays_on_the_device_until_its_writer_ends() -> None:

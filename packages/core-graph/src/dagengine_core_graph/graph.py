@@ -178,6 +178,18 @@ class ContextGraph:
             sealing.spans = spans
         sealing.sealed = True
 
+    def rename_spans(self, node: NodeId, spans: NodeSpans) -> None:
+        """Let a sealed node's names stand for other spans from now on; what was compiled before stays as it is.
+
+        Raises:
+            GraphError: `state_not_found`, `span_out_of_range`, or `invalid_request` if it is not sealed.
+        """
+        found = self.node(node)
+        if not found.sealed:
+            raise GraphError("invalid_request", f"node {short(node)} is not sealed", "node")
+        _check_spans(spans, found.length)
+        found.spans = spans
+
     def drop(self, node: NodeId) -> None:
         """Forget the name. What reads the node still sees it; a later node of that name is another one.
 

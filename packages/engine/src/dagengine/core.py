@@ -247,13 +247,15 @@ class EngineCore(StateOperations):
                     num_visible=prepared.layout.num_visible,
                     max_tokens=prepared.max_tokens,
                     keep=request.keep is not None or bool(running.children),
-                    is_awaited=any(indices for _, indices in running.children),
                     after=sequences[0] if sequences else None,
                     seen=seen,
                 )
                 sequences.append(sequence)
                 if params is not None:
                     sequence.begin_sampling(params, self._eos, self._draw_seed, self.tokenizer)
+                    sequence.holds_back = running.is_held_back(
+                        may_end_short=sequence.may_end_short
+                    )
         except BaseException:
             for sequence in sequences:
                 self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
@@ -482,6 +484,8 @@ class EngineCore(StateOperations):
         sequence.accept(result)
         if sequence.writer.num_unknown:
             sequence.writer.fill([result.token_id])
+            if sequence.sealed_early:
+                self._requests.note_known(sequence)
         event = sequence.take_event()
         if event is not None:
             events.append(event)

@@ -227,12 +227,13 @@ class Preparer:
         """
         node = writer.seal_early(spans) if early else writer.seal(spans)
         self.graph.extend(node.uid, length)
-        self.graph.seal(
-            node.uid,
-            NodeSpans(
-                prompt=spans["prompt"], output=spans["output"] if sampled else None, turn=spans.get("turn")
-            ),
-        )
+        self.graph.seal(node.uid, _node_spans(spans, sampled=sampled))
+        return node
+
+    def finish(self, writer: Writer, spans: Mapping[str, tuple[int, int]], *, sampled: bool) -> NodeRecord:
+        """The last step of a node that was sealed early has ended, and with it is known what its named spans are."""
+        node = writer.seal(spans)
+        self.graph.rename_spans(node.uid, _node_spans(spans, sampled=sampled))
         return node
 
     def discard(self, writer: Writer) -> None:
@@ -341,6 +342,12 @@ class Preparer:
                 "max_tokens" if request.sampling and len(request.input_ids) < room else "input",
             )
         return wanted, visible + -(-(len(request.input_ids) + wanted) // size)
+
+
+def _node_spans(spans: Mapping[str, tuple[int, int]], *, sampled: bool) -> NodeSpans:
+    return NodeSpans(
+        prompt=spans["prompt"], output=spans["output"] if sampled else None, turn=spans.get("turn")
+    )
 
 
 def _num_pages(layout: Layout, size: int) -> int:

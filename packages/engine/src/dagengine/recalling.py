@@ -29,7 +29,7 @@ class Recalling:
 
     def start(self, sequence: Sequence) -> bool:
         """Whether the next pages of its input are on their way; if not, they are to be computed."""
-        if self._recalls is None or sequence.recall is not None:
+        if self._recalls is None or sequence.recall is not None or not sequence.writer.node.has_context:
             return False
         wanted = sequence.tokens[sequence.computed : len(sequence.tokens) - sequence.wants_logits]
         try:

@@ -99,7 +99,7 @@ class RequestTable:
             self._preparer.discard(sequence.writer)  # type: ignore[arg-type]
         else:
             was_early = sequence.sealed_early
-            node = sequence.writer.seal() if was_early else self._seal(sequence)  # type: ignore[union-attr]
+            node = self._finish(sequence) if was_early else self._seal(sequence)
             try:
                 state = self._keep(running.request, node)
                 if not was_early:
@@ -114,7 +114,7 @@ class RequestTable:
 
     def begin_readers(self, completing: SequenceOf[Sequence]) -> list[Sequence]:
         """Begin the requests that wait for nothing but to read what the step to be launched completes, and what a step
-        in flight does: these are sealed for them though neither has ended.
+        in flight does: these are sealed for them though neither has ended, and the last token may not be known yet.
 
         Returns: their answers, which wait to run.
         """
@@ -148,6 +148,12 @@ class RequestTable:
                 self._begin(child)
                 child.began = began  # sealing what it reads was for it
         return [sequence for child in ready for sequence in child.sequences]
+
+    def note_known(self, sequence: Sequence) -> None:
+        """The last token of an answer that was sealed early is known: until now its readers waited for it."""
+        now = time.perf_counter()
+        for child, _ in self._children(self._by_id[sequence.request.id]):
+            child.began = now
 
     def try_begin(self, running: RunningRequest) -> None:
         """Begin a request of a group that waits for nobody any more; it ends with what refuses it."""
@@ -207,13 +213,20 @@ class RequestTable:
     def _seal(self, sequence: Sequence, *, early: bool = False) -> NodeRecord:
         node = self._preparer.seal(
             sequence.writer,  # type: ignore[arg-type]
-            len(sequence.tokens),
+            sequence.num_tokens,
             sequence.spans(),
             sampled=sequence.sampling is not None,
             early=early,
         )
         sequence.sealed_early = early
         return node
+
+    def _finish(self, sequence: Sequence) -> NodeRecord:
+        return self._preparer.finish(
+            sequence.writer,  # type: ignore[arg-type]
+            sequence.spans(),
+            sampled=sequence.sampling is not None,
+        )
 
     def _is_readable(self, request_id: str, ended: Container[int]) -> bool:
         """Whether the nodes of an unfinished request can be read with, or behind, the step that completes `ended`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -61,6 +61,27 @@ class RunningRequest:
             assert isinstance(target.node, NodeRecord)
             store.unhold(target.node, at)
         self.targets.clear()
+
+    def is_held_back(self, *, may_end_short: bool) -> bool:
+        """Whether a request that reads its answers must know all of their tokens to begin; see `must_know`."""
+        return any(
+            indices and child.must_know(indices, may_end_short=may_end_short)
+            for child, indices in self.children
+        )
+
+    def must_know(self, indices: Iterable[int], *, may_end_short: bool) -> bool:
+        """Whether it can begin only once all tokens of what these references name are known: for a repetition penalty, or
+        since one of them ends where the output does.
+
+        Args:
+            may_end_short: whether the output may leave out tokens that were sampled.
+        """
+        params, context = self.request.sampling, self.request.context
+        if params is not None and params.repetition_penalty != 1.0:
+            return True
+        return may_end_short and any(
+            context[i].mode == "artifact" and context[i].span in (None, "output") for i in indices
+        )
 
     def choices(self, facts: Mapping[str, object]) -> tuple[Choice, ...]:
         """The finished answers, in order; `facts` of the engine are for their records."""

@@ -130,6 +130,7 @@ class Scheduler:
                 for chunk in chunks
                 if isinstance(chunk.work, Sequence)
                 and chunk.work.keep
+                and chunk.work.writer.node.has_context  # or those that read it could not be told from others
                 and chunk.work.completes_with(chunk.count)
             ]
             completing += more

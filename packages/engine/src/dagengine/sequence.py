@@ -35,7 +35,8 @@ class Sequence(Work):
         reads: laid-out runs of the context, as the store leases them.
         max_tokens: resolved limit of sampled tokens (0 for a node that samples nothing).
         keep: whether its node is to be read by others, by its name or as a parent.
-        is_awaited: whether requests of its submission wait to read it.
+        holds_back: whether its last token is computed only once it is known, since a request of its submission that
+            reads it must know it to begin: then both can run in one step.
         sealed_early: whether its node is readable, and its last step is still to end.
         after: another answer of the same request whose prefill this one waits for, to share its pages.
         reload: by node, whether what the host has of it is loaded for this answer, or computed again.
@@ -52,7 +53,7 @@ class Sequence(Work):
     num_visible: int = 0
     max_tokens: int = 0
     keep: bool = False
-    is_awaited: bool = False
+    holds_back: bool = False
     sealed_early: bool = False
     sampling: SamplingParams | None = None
     seed: int | None = None
@@ -97,6 +98,11 @@ class Sequence(Work):
             self.detokenizer = IncrementalDetokenizer(tokenizer.decode, params.stop)
 
     @property
+    def may_end_short(self) -> bool:
+        """Whether tokens may be sampled that are not returned: the last one where it ends the answer, those of a stop."""
+        return bool(self.eos) or (self.sampling is not None and bool(self.sampling.stop))
+
+    @property
     def sampled(self) -> list[int]:
         return self.tokens[self.num_input :]
 
@@ -116,13 +122,11 @@ class Sequence(Work):
 
     @property
     def remaining(self) -> int:
-        """As of any work; the last token that may be sampled needs KV only in a node that is kept. Where others wait
-        to read it, that is computed once the token is known: they can then run in the same step.
-        """
+        """As of any work; the last token that may be sampled needs KV only in a node that is kept."""
         known, pending = len(self.tokens), self.pending
         if not pending or self.finish_reason is not None:
             return known - self.computed
-        if (not self.keep or self.is_awaited) and known - self.num_input + pending >= self.max_tokens:
+        if (not self.keep or self.holds_back) and known - self.num_input + pending >= self.max_tokens:
             return 0
         return known + pending - self.computed
 
@@ -139,13 +143,22 @@ class Sequence(Work):
         return not self.pending and not self.wants_logits and self.committed
 
     def completes_with(self, count: int) -> bool:
-        """Whether the next `count` tokens are its last ones, all of them known, and nothing is sampled any more."""
-        return self.computed + count == len(self.tokens) and not self.pending and not self.wants_logits
+        """Whether the next `count` tokens are its last ones, and nothing is sampled any more; the last of them may be
+        pending.
+        """
+        if self.pending and self.finish_reason is not None:
+            return False
+        return self.computed + count == self.num_tokens and not self.wants_logits
 
     @property
     def ends_in_flight(self) -> bool:
         """Whether the step that computes its last tokens was launched, and was not collected yet."""
-        return self.phase is Phase.RUNNING and self.completes_with(0) and not self.committed
+        return (
+            self.phase is Phase.RUNNING
+            and not self.pending
+            and self.completes_with(0)
+            and not self.committed
+        )
 
     @property
     def prefilled(self) -> bool:
@@ -220,9 +233,10 @@ class Sequence(Work):
         return TokenEvent(self.request.id, self.index, delta, ids, logprobs)
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """The named spans of the node, half-open, in its own tokens."""
-        begin, end = self.num_input, len(self.tokens)
-        spans = {"prompt": (0, begin), "output": (begin, begin + self.num_returned), "all": (0, end)}
+        """The named spans of the node, half-open, in its own tokens; a pending one is counted as returned."""
+        begin, end = self.num_input, self.num_tokens
+        returned = self.num_returned + end - len(self.tokens)
+        spans = {"prompt": (0, begin), "output": (begin, begin + returned), "all": (0, end)}
         if self.request.turn_start is not None:
             spans["turn"] = (self.request.turn_start, end)
         return spans

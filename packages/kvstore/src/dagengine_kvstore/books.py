@@ -215,6 +215,7 @@ class Books:
         for page in writer.pages:
             self.pool.touch(page, written=True)
         if node.sealed:
+            node.spans = MappingProxyType(dict(spans))
             self.end_early(writer)
             for page in reversed(writer.pages):
                 self.pool.drop(page)
@@ -243,7 +244,7 @@ class Books:
         """The node is sealed, refers to the writer's pages, and is held once."""
         node = writer.node
         node.status = NodeStatus.SEALED
-        node.tokens = tuple(node.tokens)
+        node.set_tokens(node.tokens, writer.num_unknown)
         node.spans = MappingProxyType(dict(spans))
         node.set_pages(writer.pages)
         self.use([node])

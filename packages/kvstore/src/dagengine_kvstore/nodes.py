@@ -8,19 +8,23 @@ still need it: a handle, a holder, or a later node whose recipe reads it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from dagengine_kvstore.reuse import page_key
+from dagengine_kvstore.errors import KVStoreError
+from dagengine_kvstore.reuse import Context, page_key
 
 if TYPE_CHECKING:
     from dagengine_kvstore.holds import Hold
     from dagengine_kvstore.leases import Lease
     from dagengine_kvstore.references import Parent, Read
     from dagengine_kvstore.residency import PageCopy
-    from dagengine_kvstore.reuse import Context
+
+
+UNKNOWN = -1
+"""In place of a token that is not known yet, of a node that was sealed early."""
 
 
 class NodeStatus(StrEnum):
@@ -61,14 +65,16 @@ class NodeRecord:
     __slots__ = (
         "__weakref__",
         "_content_keys",
+        "_context",
+        "_make_context",
         "_page_keys",
         "_page_size",
         "_run",
-        "context",
         "copies",
         "cover",
         "last_used",
         "leases",
+        "num_unknown",
         "own_start",
         "pages",
         "parents",
@@ -92,7 +98,7 @@ class NodeRecord:
         reads: tuple[Read, ...],
         signature: tuple[tuple[str, str], ...],
         salt: str,
-        context: Context,
+        context: Context | Callable[[], Context],
         root: Hold,
         page_size: int,
     ) -> None:
@@ -102,9 +108,11 @@ class NodeRecord:
         self.reads = reads
         self.signature = signature
         self.salt = salt
-        self.context = context
+        self._context = context if isinstance(context, Context) else None
+        self._make_context = None if isinstance(context, Context) else context
         self.status = NodeStatus.WRITING
         self.tokens: list[int] | tuple[int, ...] = []
+        self.num_unknown = 0  # of the last tokens, `UNKNOWN` stands for them
         self.spans: Mapping[str, tuple[int, int]] = {}
         self.pages: list[int | None] = []
         self.copies: list[PageCopy | None] = []
@@ -125,6 +133,21 @@ class NodeRecord:
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    @property
+    def context(self) -> Context:
+        """What the KV of its tokens depends on besides them. Raises KVStoreError `not_filled` while it reads tokens that
+        are not known.
+        """
+        if self._context is None:
+            assert self._make_context is not None
+            self._context, self._make_context = self._make_context(), None
+        return self._context
+
+    @property
+    def has_context(self) -> bool:
+        """Whether all tokens that it reads are known, or read by a node whose are."""
+        return self._context is not None or not any(read.node.num_unknown for read in self.reads)
 
     @property
     def sealed(self) -> bool:
@@ -171,14 +194,22 @@ class NodeRecord:
 
     def content_key(self, stop: int) -> bytes:
         """Stable key of what the KV of tokens [0, stop) is: context and tokens, not position and not node. It is that of
-        the last of their pages.
+        the last of their pages. Raises KVStoreError `not_filled` for tokens that are not known.
         """
         key = self._content_keys.get(stop)
         if key is None:
+            if stop > len(self.tokens) - self.num_unknown:
+                message = f"the last {self.num_unknown} tokens of node {self.uid} are not known"
+                raise KVStoreError("not_filled", message, field="tokens")
             key = self._key_behind(stop)
             if self.sealed:
                 self._content_keys[stop] = key
         return key
+
+    def set_tokens(self, tokens: Sequence[int], num_unknown: int) -> None:
+        """Its tokens, of which so many more are not known yet; for good where there are none."""
+        self.tokens = (*tokens, *(UNKNOWN,) * num_unknown)
+        self.num_unknown = num_unknown
 
     def know_page(self, index: int, key: bytes) -> None:
         """What `content_key` is behind full page `index`, from who works that out anyway."""

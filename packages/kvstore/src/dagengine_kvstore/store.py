@@ -14,6 +14,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from dagengine_kvstore import audit
 from dagengine_kvstore.books import Books
@@ -149,7 +150,8 @@ class KVStore:
         salt: str = "",
     ) -> Writer:
         """Start a node. `parents` are held at once; `reads` is the layout of what its tokens attend,
-        in order, each inside what some parent gives; `own_start` is the position of its first token.
+        in order, each inside what some parent gives; `own_start` is the position of its first token. Tokens that are not
+        known yet, of nodes sealed early, may be among what it reads, and must be known before its first `commit`.
 
         Raises:
             KVStoreError with the refusals of `check_references`; `field` names the parent or read.
@@ -164,7 +166,9 @@ class KVStore:
         content = fields
         if not self._reuse_across_positions:
             content += (("own_start", str(own_start)),)
-        context = self._books.contents.context(content, salt, reads, own_start)
+        make_context = partial(self._books.contents.context, content, salt, reads, own_start)
+        is_known = not any([node.num_unknown for node, _, _, _ in reads])
+        context = make_context() if is_known else make_context
         passing: list[Hold] = []
         digested: list[Hold] = []
         holds = self._books.holds

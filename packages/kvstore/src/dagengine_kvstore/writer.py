@@ -37,7 +37,7 @@ class PageWriter:
         self._tokens: list[int] = []
         self.num_unknown = 0  # appended behind `_tokens`, not filled
         self._committed = 0
-        self._content: Context | Prefix = node.context  # of the pages before `_known`
+        self._content: Context | Prefix | None = None  # of the pages before `_known`; None before the first
         self._known = 0  # pages whose content is known
         self._ahead: deque[Prefix] = deque()  # contents of the next pages, which are not committed
         self._closed_tail = False  # the last page is partial and shared
@@ -74,7 +74,8 @@ class PageWriter:
         appended behind it.
 
         Returns:
-            The number of tokens reused: full pages only, or all of `tokens`.
+            The number of tokens reused: full pages only, or all of `tokens`; none while the node reads tokens that are
+            not known.
 
         Raises:
             KVStoreError `match_misaligned` behind a page that is not full or while pages are reserved.
@@ -83,13 +84,15 @@ class PageWriter:
         size = self._books.page_size
         if self._closed_tail or not len(self.pages) * size == self.num_tokens == self._committed:
             raise KVStoreError("match_misaligned", "match before anything is reserved behind full pages")
+        if not self.node.has_context:
+            return 0
         contents, pool = self._books.contents, self._books.pool
         reused = 0
         while reused < len(tokens):
             chunk = tokens[reused : reused + size]
             if len(chunk) < size and not whole:
                 break
-            content = contents.find(self._content, chunk)
+            content = contents.find(self._before, chunk)
             page = None if content is None else pool.find(content)
             if content is None or page is None:
                 break
@@ -103,13 +106,14 @@ class PageWriter:
     def page_keys(self, tokens: Sequence[int]) -> list[bytes]:
         """Content keys of the full pages that the next tokens would fill: what a persistent tier knows them by.
 
-        Raises KVStoreError `match_misaligned` behind a page that is not full or not committed.
+        Raises KVStoreError `match_misaligned` behind a page that is not full or not committed, `not_filled` while the
+        node reads tokens that are not known.
         """
         self._check_open()
         size = self.page_size
         if self._closed_tail or self.num_tokens % size or self._committed < self.num_tokens:
             raise KVStoreError("match_misaligned", "ask behind full pages that are committed")
-        content, keys = self._content, []
+        content, keys = self._before, []
         for start in range(0, len(tokens) - size + 1, size):
             content = Prefix(content, tuple(tokens[start : start + size]))
             keys.append(content.key)
@@ -232,17 +236,20 @@ class PageWriter:
         Raises KVStoreError `invalid_count` for more than there are.
         """
         if not self._open:
-            self._check_open()
+            self._check_not_ended()
         if len(tokens) > self.num_unknown:
             message = f"{self.num_unknown} tokens are unknown, not {len(tokens)}"
             raise KVStoreError("invalid_count", message, field="tokens")
         self._tokens.extend(tokens)
         self.num_unknown -= len(tokens)
+        if self.node.num_unknown:
+            self.node.set_tokens(self._tokens, self.num_unknown)
 
     def commit(self, count: int) -> None:
         """The step that wrote the next `count` appended tokens is done: full pages become reusable.
 
-        Raises KVStoreError `invalid_count` for more tokens than were appended, `not_filled` for unknown ones.
+        Raises KVStoreError `invalid_count` for more tokens than were appended, `not_filled` for unknown ones and while the
+        node reads such.
         """
         if not self._open:
             self._check_not_ended()
@@ -255,6 +262,7 @@ class PageWriter:
         if self._committed + count > known:
             message = f"{known - self._committed} of {count} tokens are known; fill the others first"
             raise KVStoreError("not_filled", message, field="count")
+        self._check_context("count")
         self._committed += count
         self._books.tokens_written += count
         size = self.page_size
@@ -281,7 +289,7 @@ class PageWriter:
         self._tokens.clear()
         self.node.forget_pages()
         self.num_unknown = self._committed = self._known = 0
-        self._content = self.node.context
+        self._content = None
         self._ahead.clear()
         self._closed_tail = False
         self._books.note("rollback", self.node)
@@ -294,9 +302,14 @@ class PageWriter:
         self._know(content)
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        content = self._ahead.popleft() if self._ahead else self._books.contents.extend(self._content, tokens)
+        content = self._ahead.popleft() if self._ahead else self._books.contents.extend(self._before, tokens)
         self._books.pool.remember(self.pages[self._known], content)
         self._know(content)
+
+    @property
+    def _before(self) -> Context | Prefix:
+        """What stands before the first page that is not known."""
+        return self.node.context if self._content is None else self._content
 
     def _know(self, content: Prefix) -> None:
         """This is what the next page holds."""
@@ -324,6 +337,11 @@ class PageWriter:
         if not self._open:
             raise KVStoreError("writer_closed", f"the writer of node {self.node.uid} is closed")
 
+    def _check_context(self, field: str) -> None:
+        if not self.node.has_context:
+            message = f"node {self.node.uid} reads tokens that are not known"
+            raise KVStoreError("not_filled", message, field=field)
+
     def _check_not_ended(self) -> None:
         """Of what may be asked for as long as a step of the writer's runs."""
         self._check_open()
@@ -342,17 +360,13 @@ class Writer(PageWriter):
         """Make the node immutable and let go of what it digested.
 
         The node comes back held once, as if by `KVStore.hold`: name it or read it, then `unhold` it. What was sealed
-        early is not held once more, and has its spans.
+        early is not held once more; it keeps its spans, or these replace them.
 
         Raises:
-            KVStoreError `not_committed` while appended tokens are not committed, `span_out_of_range`,
-            `illegal_transition` for spans of a node that was sealed early.
+            KVStoreError `not_committed` while appended tokens are not committed, `span_out_of_range`.
         """
         self._check_not_ended()
-        if self._early is not None and spans is not None:
-            message = f"node {self.node.uid} was sealed early, with its spans"
-            raise KVStoreError("illegal_transition", message, field="spans")
-        checked = self._check_spans(spans)
+        checked = self._check_spans(self.node.spans if spans is None else spans)
         self._finish_pages()
         self._end()
         self._books.seal(self, checked)
@@ -362,17 +376,16 @@ class Writer(PageWriter):
         """Make the node immutable and readable, though the step that computes its last tokens has not ended, or begun:
         for readers in that step, behind these tokens' writes, and in later ones.
 
-        The node comes back as from `seal`. Nothing can be appended any more; `commit` what is left when the step ends
-        and then `seal`, or `abort`, and abort whoever reads it. Until then nobody finds the pages by what they hold,
-        they stay on the device, and what the node reads and digested stays held.
+        The node comes back as from `seal`. Nothing can be appended any more; `fill` what is not known, `commit` what is
+        left when the step ends and then `seal`, or `abort`, and abort whoever reads it. Until then nobody finds the
+        pages by what they hold, they stay on the device, and what the node reads and digested stays held. Who reads
+        tokens that are not known shares no pages with equal work before they are, and cannot be read so early itself.
 
         Raises:
-            KVStoreError `not_filled` while appended tokens are not known, `span_out_of_range`.
+            KVStoreError `span_out_of_range`, `not_filled` for a node that reads tokens that are not known.
         """
         self._check_open()
-        if self.num_unknown:
-            message = f"{self.num_unknown} tokens are appended but not known"
-            raise KVStoreError("not_filled", message, field="tokens")
+        self._check_context("reads")
         checked = self._check_spans(spans)
         self._drop_pages(-(-self.num_tokens // self.page_size))
         self._early = self._books.seal_early(self, checked)
@@ -386,7 +399,7 @@ class Writer(PageWriter):
         self._check_not_ended()
         size, tokens = self.page_size, self._tokens
         end = len(tokens) if self._early is not None else len(tokens) // size * size
-        content = self._ahead[-1] if self._ahead else self._content
+        content = self._ahead[-1] if self._ahead else self._before
         for start in range((self._known + len(self._ahead)) * size, end, size):
             content = self._books.contents.extend(content, tokens[start : min(start + size, end)])
             self._ahead.append(content)
@@ -442,7 +455,7 @@ class RestoreWriter(PageWriter):
                 break
             chunk = node.tokens[index * size : (index + 1) * size]
             books.pool.share(page)
-            self._attach(page, books.contents.extend(self._content, chunk), chunk)
+            self._attach(page, books.contents.extend(self._before, chunk), chunk)
         if not self._closed_tail:
             self.match(node.tokens[self.num_tokens : target], whole=target == node.length)
 
