@@ -246,9 +246,9 @@ def test_what_waits_in_a_bulk_counts_in_its_first_token(capsys: pytest.CaptureFi
             own = found[f"first token, {way}", baseline]
             mean = found[f"mean first token since the bulk was given, {way}", baseline]
             assert (given["n"], own["n"], mean["n"]) == (12, 12, 1)
-            assert all(given[name] > own[name] for name in ("p50", "p95", "p99")), (
-                "a bulk is given before its parts run"
-            )
+            alone = size == "1" and way == bulk_runs.PLAIN
+            assert all(given[name] >= own[name] for name in ("p50", "p95", "p99"))
+            assert alone is (given["p50"] == own["p50"]), "a bulk is given before its parts run"
             if size == "all" and way == bulk_runs.PLAIN:
                 assert given["p50"] > 1.2 * own["p50"], "of twelve, eight waited for a place"
             each_ms = 1e3 / found[f"throughput, {way}", baseline]["value"]

@@ -129,7 +129,7 @@ class EngineCore(StateOperations):
         if config.seed is None:
             self._seeds.seed()
         self._progressed = False
-        self._completed_early: list[Sequence] = []  # sealed early and complete now, in the order they are to be closed
+        self._completed_early: list[Sequence] = []  # sealed early, and what ended behind them; in the order to close them
         self.on_launch: Callable[[], None] = _nothing
 
     def submit(self, request: Request) -> None:
@@ -192,6 +192,7 @@ class EngineCore(StateOperations):
         if running is None:
             return False
         self._requests.finish(running, error or DagError("cancelled", "the request was cancelled"))
+        self._completed_early = [work for work in self._completed_early if work.phase is Phase.RUNNING]
         return True
 
     @property
@@ -338,8 +339,8 @@ class EngineCore(StateOperations):
         the last call. Errors of a batch end its requests only.
 
         With `overlap`, where that leaves the device with nothing to do and let other requests begin, their first batch
-        is launched too, before the records of those that ended are made. Where the device is busy, tokens are returned
-        first, and what ended besides is closed by the next call.
+        is launched too, before the records of those that ended are made. Where the device is busy, or answers ended that
+        were read before, tokens are returned first, and what ended besides is closed by the next call.
         """
         self.pump()
         self._close_complete()
@@ -347,7 +348,7 @@ class EngineCore(StateOperations):
         launched = self._launch_next()
         if self._pipeline.num_in_flight > (1 if launched and self.overlap else 0):
             self._collect()
-        if not (self._requests.events and self._pipeline.num_in_flight):
+        if not (self._requests.events and (self._pipeline.num_in_flight or self._completed_early)):
             self._close_complete()
             if self.overlap and not self._pipeline.num_in_flight and (self._begun or self._scheduler.running):
                 launched = self._launch_next() or launched
@@ -490,8 +491,9 @@ class EngineCore(StateOperations):
         if event is not None:
             events.append(event)
         if sequence.finish_reason is not None and not sequence.keep:
-            self._close_early()  # what it reads ends before it does
-            if sequence.phase is Phase.RUNNING:
+            if self._completed_early:  # what it reads may be among them, and ends before it does
+                self._completed_early.append(sequence)
+            else:
                 self._close(sequence)
 
     def _close_complete(self) -> None:
@@ -507,7 +509,9 @@ class EngineCore(StateOperations):
                 self._close_last(work)
 
     def _close_early(self) -> None:
-        """Close answers that were read before they were complete: each before those that read it."""
+        """Close answers that were read before they were complete, and what ended behind them: each before those that
+        read it.
+        """
         early, self._completed_early = self._completed_early, []
         for work in early:
             if work.phase is Phase.RUNNING:

@@ -2,8 +2,9 @@
 
     span queries   `LLM.query_bulk` of one bulk after the other, which orders each of them and runs it in windows;
                    planning and tokenizing are in its time
-    plain prompts  the same bulks in the order given, so many at once, found again as prefixes alone; they are tokenized
-                   before the clock starts, as a server would do beside its work
+    plain prompts  the same bulks in the order given, so many at once, found again as prefixes alone. They are tokenized
+                   before the clock starts, as a server would do beside its work; a bulk of one, which has no work
+                   beside it, behind
 
 A first token is counted from when the whole bulk was given, so that what waits in the bulk counts in both ways; beside
 that, of span queries from when their window was submitted, of plain prompts from when one of the places took them.
@@ -63,7 +64,7 @@ class _Run:
     Attributes:
         seconds: of all bulks.
         first: seconds to each first token, of a query from when its window was submitted, planning and tokenizing it
-            included; of a prompt from when it was submitted.
+            included; of a prompt from when it was submitted, or began to be tokenized on the clock.
         since_given: seconds to each first token from when its bulk was given.
         seen, found: tokens of each prompt, and those of them that were there.
         plan, tokenize: milliseconds of each query.
@@ -157,27 +158,36 @@ class BulkRuns:
 
     def _plain(self, bulks: Sequence[range]) -> _Run:
         run, salt = _Run(), self._salt()
-        requests = [
-            [replace(self._llm.request(self._messages[index], self._sampling), salt=salt) for index in bulk]
-            for bulk in bulks
-        ]
-        for chosen in requests:
-            self._closed_loop(chosen, run)
+        ahead = [None if len(bulk) == 1 else self._requests(bulk, salt) for bulk in bulks]
+        for bulk, requests in zip(bulks, ahead, strict=True):
+            begin = time.perf_counter()
+            if requests is not None:
+                self._closed_loop(requests, run, begin)
+            else:
+                self._closed_loop(self._requests(bulk, salt), run, begin, tokenized_from=begin)
         return run
 
-    def _closed_loop(self, requests: Sequence[Request], run: _Run) -> None:
+    def _requests(self, bulk: range, salt: str) -> list[Request]:
+        """The questions of a bulk as plain prompts, tokenized now."""
+        return [
+            replace(self._llm.request(self._messages[index], self._sampling), salt=salt) for index in bulk
+        ]
+
+    def _closed_loop(
+        self, requests: Sequence[Request], run: _Run, begin: float, *, tokenized_from: float | None = None
+    ) -> None:
+        """Run a bulk of prompts that was given at `begin`, on the clock of `time.perf_counter`."""
         choices: dict[str, Choice] = {}
 
         def keep(event: FinishedEvent) -> None:
             if event.error is None:
                 choices[event.request_id] = event.choices[0]
 
-        begin = time.perf_counter()
         streams = ClosedLoop(self._llm.engine, requests, self._window, keep).run()
         run.seconds += time.perf_counter() - begin
         for request, stream in zip(requests, streams, strict=True):
             dag = choices[request.id].dag
-            run.first.append(stream.ttft)
+            run.first.append(stream.sampled[0] - (stream.begin if tokenized_from is None else tokenized_from))
             run.since_given.append(stream.sampled[0] - begin)
             run.seen.append(dag.visible + dag.input)
             run.found.append(dag.reused)
