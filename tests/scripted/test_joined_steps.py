@@ -281,7 +281,9 @@ def test_an_answer_whose_last_token_is_none_takes_those_that_read_it_along(
 
     monkeypatch.setattr(type(run.core), "_take_results", planted)
     group = [question(name, sampling=two) for name in ("said", "other")]
-    run.submit(*group, question("judge", *reads("said", "other"), keep=Keep()), question("x", *reads("judge")))
+    run.submit(
+        *group, question("judge", *reads("said", "other"), keep=Keep()), question("x", *reads("judge"))
+    )
     run.run()
     codes = {name: end.error and end.error.code for name, end in run.ends.items()}
     good = "other" if bad == "said" else "said"

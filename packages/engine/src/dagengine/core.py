@@ -129,7 +129,8 @@ class EngineCore(StateOperations):
         if config.seed is None:
             self._seeds.seed()
         self._progressed = False
-        self._completed_early: list[Sequence] = []  # sealed early, and what ended behind them; in the order to close them
+        # Sealed early, and what ended behind them, in the order in which they are to be closed.
+        self._completed_early: list[Sequence] = []
         self.on_launch: Callable[[], None] = _nothing
 
     def submit(self, request: Request) -> None:
@@ -254,9 +255,7 @@ class EngineCore(StateOperations):
                 sequences.append(sequence)
                 if params is not None:
                     sequence.begin_sampling(params, self._eos, self._draw_seed, self.tokenizer)
-                    sequence.holds_back = running.is_held_back(
-                        may_end_short=sequence.may_end_short
-                    )
+                    sequence.holds_back = running.is_held_back(may_end_short=sequence.may_end_short)
         except BaseException:
             for sequence in sequences:
                 self.preparer.discard(sequence.writer)  # type: ignore[arg-type]
@@ -339,8 +338,8 @@ class EngineCore(StateOperations):
         the last call. Errors of a batch end its requests only.
 
         With `overlap`, where that leaves the device with nothing to do and let other requests begin, their first batch
-        is launched too, before the records of those that ended are made. Where the device is busy, or answers ended that
-        were read before, tokens are returned first, and what ended besides is closed by the next call.
+        is launched too, before the records of those that ended are made. Where the device is busy, or answers ended
+        that were read before, tokens are returned first, and what ended besides is closed by the next call.
         """
         self.pump()
         self._close_complete()

@@ -70,8 +70,8 @@ class RunningRequest:
         )
 
     def must_know(self, indices: Iterable[int], *, may_end_short: bool) -> bool:
-        """Whether it can begin only once all tokens of what these references name are known: for a repetition penalty, or
-        since one of them ends where the output does.
+        """Whether it can begin only once all tokens of what these references name are known: for a repetition penalty,
+        or since one of them ends where the output does.
 
         Args:
             may_end_short: whether the output may leave out tokens that were sampled.

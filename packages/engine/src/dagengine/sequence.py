@@ -99,7 +99,7 @@ class Sequence(Work):
 
     @property
     def may_end_short(self) -> bool:
-        """Whether tokens may be sampled that are not returned: the last one where it ends the answer, those of a stop."""
+        """Whether sampled tokens may not be returned: one that ends the answer, those of a stop string."""
         return bool(self.eos) or (self.sampling is not None and bool(self.sampling.stop))
 
     @property
@@ -154,10 +154,7 @@ class Sequence(Work):
     def ends_in_flight(self) -> bool:
         """Whether the step that computes its last tokens was launched, and was not collected yet."""
         return (
-            self.phase is Phase.RUNNING
-            and not self.pending
-            and self.completes_with(0)
-            and not self.committed
+            self.phase is Phase.RUNNING and not self.pending and self.completes_with(0) and not self.committed
         )
 
     @property

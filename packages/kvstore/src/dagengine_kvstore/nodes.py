@@ -136,8 +136,8 @@ class NodeRecord:
 
     @property
     def context(self) -> Context:
-        """What the KV of its tokens depends on besides them. Raises KVStoreError `not_filled` while it reads tokens that
-        are not known.
+        """What the KV of its tokens depends on besides them. Raises KVStoreError `not_filled` while it reads tokens
+        that are not known.
         """
         if self._context is None:
             assert self._make_context is not None
@@ -193,8 +193,8 @@ class NodeRecord:
         return start >= stop
 
     def content_key(self, stop: int) -> bytes:
-        """Stable key of what the KV of tokens [0, stop) is: context and tokens, not position and not node. It is that of
-        the last of their pages. Raises KVStoreError `not_filled` for tokens that are not known.
+        """Stable key of what the KV of tokens [0, stop) is: context and tokens, not position and not node. It is that
+        of the last of their pages. Raises KVStoreError `not_filled` for tokens that are not known.
         """
         key = self._content_keys.get(stop)
         if key is None:

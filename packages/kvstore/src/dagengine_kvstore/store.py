@@ -150,8 +150,9 @@ class KVStore:
         salt: str = "",
     ) -> Writer:
         """Start a node. `parents` are held at once; `reads` is the layout of what its tokens attend,
-        in order, each inside what some parent gives; `own_start` is the position of its first token. Tokens that are not
-        known yet, of nodes sealed early, may be among what it reads, and must be known before its first `commit`.
+        in order, each inside what some parent gives; `own_start` is the position of its first token. Tokens that
+        are not known yet, of nodes sealed early, may be among what it reads, and must be known before its first
+        `commit`.
 
         Raises:
             KVStoreError with the refusals of `check_references`; `field` names the parent or read.
@@ -167,7 +168,7 @@ class KVStore:
         if not self._reuse_across_positions:
             content += (("own_start", str(own_start)),)
         make_context = partial(self._books.contents.context, content, salt, reads, own_start)
-        is_known = not any([node.num_unknown for node, _, _, _ in reads])
+        is_known = not any(node.num_unknown for node, _, _, _ in reads)
         context = make_context() if is_known else make_context
         passing: list[Hold] = []
         digested: list[Hold] = []
@@ -176,7 +177,9 @@ class KVStore:
             hold = holds.hold(parent, start, stop, passed=mode != "artifact")
             (digested if mode == "digest" else passing).append(hold)
         root = holds.root(passing)
-        node = NodeRecord(self._next_uid, own_start, parents, reads, fields, salt, context, root, self.page_size)
+        node = NodeRecord(
+            self._next_uid, own_start, parents, reads, fields, salt, context, root, self.page_size
+        )
         self._next_uid += 1
         self._books.add_node(node)
         self._books.writers[node] = Writer(self._books, node, tuple(digested))

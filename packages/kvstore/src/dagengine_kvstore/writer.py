@@ -248,8 +248,8 @@ class PageWriter:
     def commit(self, count: int) -> None:
         """The step that wrote the next `count` appended tokens is done: full pages become reusable.
 
-        Raises KVStoreError `invalid_count` for more tokens than were appended, `not_filled` for unknown ones and while the
-        node reads such.
+        Raises KVStoreError `invalid_count` for more tokens than were appended, `not_filled` for unknown ones and while
+        the node reads such.
         """
         if not self._open:
             self._check_not_ended()
