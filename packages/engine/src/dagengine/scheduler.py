@@ -3,9 +3,8 @@
 Pure Python over the store's bookkeeping; no tensors. Who gives pages up for whom is said in `queues`.
 
 What is chosen may complete all that another request waits for. That one joins the same step, if it is the first that
-waits, all else that it reads is there, or is completed by a step in flight, and tokens and unused pages are left; so a
-chain of such requests may. The last token of an answer that others wait to read is computed once it is known, so that
-these may.
+waits, all else that it reads is there, or is completed by a step in flight, and there are pages and tokens for it; so a
+chain of such requests may. While requests wait for others, a part of a step's tokens is left to those that join.
 
     waiting ──lease, match, reserve──► running ──preempted──► waiting
        │                                └─► sealed
@@ -47,6 +46,9 @@ from .work import Phase, Restore, Work
 
 LONG_STEPS = 4
 
+JOINING = 1 / 16
+"""The part of a step's tokens that is left to those who may join it, while some wait for others."""
+
 
 class Scheduler:
     """Fills the steps from the queues.
@@ -56,6 +58,7 @@ class Scheduler:
         forget: called with work that lost its pages or its lease, so that others drop what they cached of it.
         begin_readers: called with sequences that the step being chosen completes; seals those whose readers wait for
             nothing else, and returns these readers, which are waiting then.
+        waiting_readers: own tokens of the requests that wait for others.
         two_tiers: whether the store has a host tier.
         recalls: brings pages of inputs that outlived an engine; they are looked for once, before an input is computed.
     """
@@ -72,9 +75,10 @@ class Scheduler:
         fail: Callable[[Sequence, DagError], None],
         forget: Callable[[Work], None],
         begin_readers: Callable[[list[Sequence]], list[Sequence]],
+        waiting_readers: Callable[[], int],
     ) -> None:
         self._store, self._config, self._fail = store, config, fail
-        self._begin_readers = begin_readers
+        self._begin_readers, self._waiting_readers = begin_readers, waiting_readers
         self.queues = Queues(store, Recalling(recalls), forget)
         self._loading = Loading(store, stats)
         self.bringing = Bringing(store, self.queues, self._loading, work_ids, fail)
@@ -111,8 +115,10 @@ class Scheduler:
         once the step in flight is collected.
         """
         self.queues.in_flight, self.queues.chunks = in_flight, {}
+        most = self._config.max_num_batched_tokens
+        room = min(self._waiting_readers(), int(most * JOINING))
         try:
-            budget = self._choose()
+            budget = self._choose(most - room) + room
         except Unsettled:
             self.queues.chunks = {}
             return None
@@ -147,9 +153,7 @@ class Scheduler:
         return joined
 
     def _admit_reader(self, sequence: Sequence, budget: int) -> int:
-        """Run the first waiting sequence, if all that it reads is there and into unused pages. Returns its tokens in
-        this step.
-        """
+        """Run the first waiting sequence, if all that it reads is there and so are pages. Returns its tokens in this step."""
         ready = (s for s in self.waiting if s.after is None or s.after.prefilled)
         if next(ready, None) is not sequence or len(self.running) >= self._config.max_num_seqs:
             return 0
@@ -165,15 +169,14 @@ class Scheduler:
         if self.queues.recalling.start(sequence):
             return 0
         try:
-            sequence.writer.reserve(sequence.remaining, evict=False)
+            self.queues.take(sequence.writer, sequence.remaining)
         except OutOfPages:
             self.queues.restart(sequence)
             return 0
         return self._start(sequence, budget)
 
-    def _choose(self) -> int:
+    def _choose(self, budget: int) -> int:
         """Fill `queues.chunks`. Returns the tokens that are left."""
-        budget = self._config.max_num_batched_tokens
         preempted = self.num_preemptions
         left = [(work, work.remaining) for work in self.running]
         decoding = [work for work, remaining in left if remaining == 1]
