@@ -28,6 +28,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain, count, islice
+from typing import TypeGuard
 
 from dagengine_kvstore import KVStore, Lease, NotResident, OutOfPages
 from dagengine_kvstore.recall import Recalls
@@ -123,37 +124,52 @@ class Scheduler:
             self.queues.chunks = {}
             return None
         chosen, self.queues.chunks = self.queues.chunks, {}
-        chunks = [_chunk(work, size) for work, size in chosen.values()]
-        return chunks + self._join(chunks, budget)
+        chunks = {id_: _chunk(*found) for id_, found in chosen.items() if _may_be_read(*found)}
+        joined, all_joined = self._join(list(chunks.values()), budget)
+        self.queues.chunks = {id_: found for id_, found in chosen.items() if id_ not in chunks}
+        if room and all_joined:
+            self._fill(budget - sum(chunk.count for chunk in joined))
+        chosen |= self.queues.chunks
+        self.queues.chunks = {}
+        return [chunks.get(id_) or _chunk(*found) for id_, found in chosen.items()] + joined
 
-    def _join(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
-        """What runs in the same step as these chunks, since it waits only for what they, or others of it, complete."""
+    def _fill(self, budget: int) -> None:
+        """Give what those that could have joined left of a step to others, as far as that changes nobody's pages."""
+        budget = self._spend(budget)
+        try:
+            while self.waiting and budget and (admitted := self._admit_first(budget)) is not None:
+                budget -= admitted
+        except Unsettled:
+            return
+
+    def _join(self, chunks: list[Chunk], budget: int) -> tuple[list[Chunk], bool]:
+        """What runs in the same step as these chunks, since it waits only for what they, or others of it, complete; and
+        whether that is all of it, so that nobody waits to run who reads what has not ended.
+        """
         joined: list[Chunk] = []
+        all_joined = True
         completing: list[Sequence] = []
         while budget and chunks:
-            more = [
-                chunk.work
-                for chunk in chunks
-                if isinstance(chunk.work, Sequence)
-                and chunk.work.keep
-                and chunk.work.writer.node.has_context  # or those that read it could not be told from others
-                and chunk.work.completes_with(chunk.count)
-            ]
+            more = [chunk.work for chunk in chunks if _may_be_read(chunk.work, chunk.count)]
             completing += more
             chunks = []
             readers = self._begin_readers(completing) if more else []
             for reader in sorted(readers, key=lambda reader: reader.order):
                 # Chunks of different backends run one after the other, in no order that matters to readers.
                 alike = all(work.backend == reader.backend for work in completing)
-                if budget and alike and (size := self._admit_reader(reader, budget)):
+                size = self._admit_reader(reader, budget) if budget and alike else 0
+                if size:
                     chunks.append(_chunk(reader, size)._replace(joins=True))
                     budget -= size
+                all_joined = all_joined and size > 0
             self.queues.chunks = {}
             joined += chunks
-        return joined
+        return joined, all_joined
 
     def _admit_reader(self, sequence: Sequence, budget: int) -> int:
-        """Run the first waiting sequence, if all that it reads is there and so are pages. Returns its tokens in this step."""
+        """Run the first waiting sequence, if all that it reads is there and so are pages. Returns its tokens in this
+        step.
+        """
         ready = (s for s in self.waiting if s.after is None or s.after.prefilled)
         if next(ready, None) is not sequence or len(self.running) >= self._config.max_num_seqs:
             return 0
@@ -381,6 +397,16 @@ class Scheduler:
                     return False
             else:
                 return True
+
+
+def _may_be_read(work: Work, size: int) -> TypeGuard[Sequence]:
+    """Whether the next `size` tokens complete a node that others may read in the same step."""
+    return (
+        isinstance(work, Sequence)
+        and work.keep
+        and work.writer.node.has_context  # else those that read it could not be told from others
+        and work.completes_with(size)
+    )
 
 
 def _chunk(work: Work, size: int) -> Chunk:
