@@ -177,6 +177,29 @@ def test_what_is_not_known_can_be_read_and_is_named_before_it_is_committed(known
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("known", [2, 3, 4, 6, 7])
+def test_what_is_worked_out_ahead_of_its_last_token_leaves_out_the_page_that_this_is_in(known: int) -> None:
+    """As of an answer of one token: the step that computes its input ends when it is sealed already."""
+    store = make_store()
+    tokens = list(range(20, 20 + known))
+    writer = written(store, tokens)
+    writer.reserve(1)
+    writer.append([], unknown=1)
+    writer.seal_early()
+    writer.look_ahead()
+    writer.commit(known)
+    writer.fill([9])
+    writer.look_ahead()
+    writer.commit(1)
+    node = writer.seal()
+    store.check()
+    again = store.begin([], [], 0, signature=SIGNATURE)
+    assert again.match([*tokens, 9], whole=True) == known + 1
+    again.abort()
+    store.unhold(node)
+    assert_all_pages_back(store)
+
+
 def test_who_reads_what_is_not_known_cannot_be_read_early_and_may_give_up() -> None:
     store = make_store()
     writer = written(store, [1, 2, 3])

@@ -146,7 +146,7 @@ class NodeRecord:
 
     @property
     def has_context(self) -> bool:
-        """Whether all tokens that it reads are known, or read by a node whose are."""
+        """Whether `context` can be asked for: all tokens of the nodes that it reads are known."""
         return self._context is not None or not any(read.node.num_unknown for read in self.reads)
 
     @property
@@ -211,13 +211,13 @@ class NodeRecord:
         self.tokens = (*tokens, *(UNKNOWN,) * num_unknown)
         self.num_unknown = num_unknown
 
-    def know_page(self, index: int, key: bytes) -> None:
+    def know_page_key(self, index: int, key: bytes) -> None:
         """What `content_key` is behind full page `index`, from who works that out anyway."""
         if index == len(self._page_keys):
             self._page_keys.append(key)
 
-    def forget_pages(self) -> None:
-        """Its tokens are gone, and others may come."""
+    def forget_page_keys(self) -> None:
+        """Its writer was rolled back: where it is new, other tokens may come."""
         self._page_keys.clear()
 
     def _key_behind(self, stop: int) -> bytes:
@@ -228,5 +228,5 @@ class NodeRecord:
             begin, end = end, min(end + size, stop)
             key = page_key(key, self.tokens[begin:end])
             if end - begin == size and self.sealed:
-                self.know_page(begin // size, key)
+                self.know_page_key(begin // size, key)
         return key
