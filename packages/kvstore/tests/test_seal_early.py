@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from kvstore_helpers import SIGNATURE, ByHand, assert_all_pages_back, make_store, refused, write
+from kvstore_mover import ListMover
 
-from dagengine_kvstore import KVStore, Parent, Read, Tier, Writer
+from dagengine_kvstore import KVStore, Parent, Read, Reposition, Tier, Writer
 
 
 def written(store: KVStore, tokens: list[int], *, commit: int = 0) -> Writer:
@@ -220,6 +221,28 @@ def test_who_reads_what_is_not_known_cannot_be_read_early_and_may_give_up() -> N
     writer.abort()
     assert node.num_unknown == 1
     store.unhold(node)
+    assert_all_pages_back(store)
+
+
+@pytest.mark.parametrize("own_start", [0, 10])
+def test_it_is_not_stored_at_other_positions_before_it_is_computed(own_start: int) -> None:
+    """Rows that are yet to be written would be copied, and tokens that nobody knows kept."""
+    store = make_store()
+    mover = ListMover([(0.0, 0)] * store.num_pages * store.page_size, store.page_size)
+    writer = written(store, [1, 2, 3, 4, 5])
+    writer.reserve(1)
+    writer.append([], unknown=1)
+    node = writer.seal_early()
+    with refused("state_in_use", "moves[0].node"):
+        store.reposition([Reposition(node, own_start)], mover, copy=True)
+    assert not mover.plans
+    writer.fill([6])
+    writer.commit(6)
+    writer.seal()
+    (copy,) = store.reposition([Reposition(node, own_start)], mover, copy=True).nodes
+    assert copy.tokens == (1, 2, 3, 4, 5, 6)
+    for each in (node, copy):
+        store.unhold(each)
     assert_all_pages_back(store)
 
 
