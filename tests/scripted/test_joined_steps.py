@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,14 @@ from scripted_requests import EVERY_MODE, document, question
 from simulator import Settings, World
 
 from dagengine import ContextRef, Keep, SamplingParams
+from dagengine.prepare import Preparer
 from dagengine.request import Request
 from dagengine.runner import Chunk
 from dagengine.sampler import NonFiniteLogits
 from dagengine.scheduler import Scheduler
 from dagengine.sequence import Sequence
 from dagengine.work import Work
+from dagengine_kvstore import NodeRecord
 
 pytestmark = pytest.mark.usefixtures("step_mode", "quiet")
 
@@ -203,6 +206,41 @@ def test_what_was_said_is_joined_before_the_last_of_it_is_known(
     assert [step["said"][0] for step in steps] == [3, 1, 1, 1, 1]
     assert unknown == [set() if step_mode == "at once" else {"said"}]
     assert list(run.ends) == ["said", "next"]
+    finish(run)
+
+
+def test_who_reads_what_is_not_known_is_joined_by_nobody(
+    steps: Steps, unknown: list[set[str]], step_mode: str
+) -> None:
+    """What its pages are found by is not known either; so a chain goes on a step later."""
+    run = world()
+    run.submit(question("said"), document("next", 4, context=reads("said")), question("last", *reads("next")))
+    run.run()
+    joined = next(step for step in steps if "next" in step)
+    assert joined["next"] == (4, True) and ("last" in joined) is (step_mode == "at once")
+    assert unknown == [set() if step_mode == "at once" else {"said"}]
+    assert not any(end.error for end in run.ends.values())
+    finish(run)
+
+
+def test_sealing_what_who_joins_reads_is_not_what_it_waits_for(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed: list[float] = []
+    seal = Preparer.seal
+
+    def slowly(self: Preparer, *args: Any, **options: Any) -> NodeRecord:
+        sealed.append(time.perf_counter())
+        time.sleep(5e-3)
+        return seal(self, *args, **options)
+
+    monkeypatch.setattr(Preparer, "seal", slowly)
+    run = world()
+    begin = time.perf_counter()
+    run.submit(*judged())
+    run.run()
+    assert steps[0]["judge"] == (3, True) and len(sealed) == 2
+    assert begin + run.ends["judge"].choices[0].dag.timing.waited / 1e3 <= sealed[0]
     finish(run)
 
 
