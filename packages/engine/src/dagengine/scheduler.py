@@ -4,8 +4,9 @@ Pure Python over the store's bookkeeping; no tensors. Who gives pages up for who
 
 What is chosen may complete all that another request waits for. That one joins the same step, if it is the first that
 waits, all else that it reads is there, or is completed by a step in flight, and tokens and unused pages are left; so a
-chain of such requests may. The last token of an answer that others wait to read is computed once it is known, so that
-these may.
+chain of such requests may, but for those behind one that reads what is not known yet. An answer's last token need not
+be known for that. Where who waits to read it must know it to begin, it is computed once it is, so that both may run in
+one step.
 
     waiting ──lease, match, reserve──► running ──preempted──► waiting
        │                                └─► sealed
@@ -130,8 +131,8 @@ class Scheduler:
                 for chunk in chunks
                 if isinstance(chunk.work, Sequence)
                 and chunk.work.keep
-                and chunk.work.writer.node.has_context  # or those that read it could not be told from others
                 and chunk.work.completes_with(chunk.count)
+                and chunk.work.writer.node.has_context  # or it cannot be sealed yet; see `Writer.seal_early`
             ]
             completing += more
             chunks = []

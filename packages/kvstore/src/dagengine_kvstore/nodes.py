@@ -59,7 +59,8 @@ class NodeRecord:
     Token i has the logical stored position `own_start + i`. `pages[k]` holds the rows of tokens
     [k * page_size, (k + 1) * page_size), or None where nothing holds them or they were evicted. `copies[k]` is what a
     lower tier has or is getting of that page, or None; the list is empty before there is the first. Pages are changed
-    by `set_page` and `set_pages` only.
+    by `set_page` and `set_pages` only. Sealed early, its last `num_unknown` tokens are `UNKNOWN` until its writer is
+    told them.
     """
 
     __slots__ = (
@@ -112,7 +113,7 @@ class NodeRecord:
         self._make_context = None if isinstance(context, Context) else context
         self.status = NodeStatus.WRITING
         self.tokens: list[int] | tuple[int, ...] = []
-        self.num_unknown = 0  # of the last tokens, `UNKNOWN` stands for them
+        self.num_unknown = 0
         self.spans: Mapping[str, tuple[int, int]] = {}
         self.pages: list[int | None] = []
         self.copies: list[PageCopy | None] = []
