@@ -2,7 +2,8 @@
 the store and `holds.py` keep the bookkeeping fields.
 
 References point from a node to what it read, never back, so a record lives exactly as long as somebody can
-still need it: a handle, a holder, or a later node whose recipe reads it.
+still need it: a handle, a holder, or a later node whose recipe reads it. Leases alone point both ways, until they are
+released.
 """
 
 from __future__ import annotations
