@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,14 @@ from scripted_requests import EVERY_MODE, document, question
 from simulator import Settings, World
 
 from dagengine import ContextRef, Keep, SamplingParams
+from dagengine.prepare import Preparer
 from dagengine.request import Request
 from dagengine.runner import Chunk
 from dagengine.sampler import NonFiniteLogits
 from dagengine.scheduler import Scheduler
 from dagengine.sequence import Sequence
 from dagengine.work import Work
+from dagengine_kvstore import NodeRecord
 
 pytestmark = pytest.mark.usefixtures("step_mode", "quiet")
 
@@ -203,6 +206,67 @@ def test_what_was_said_is_joined_before_the_last_of_it_is_known(
     assert [step["said"][0] for step in steps] == [3, 1, 1, 1, 1]
     assert unknown == [set() if step_mode == "at once" else {"said"}]
     assert list(run.ends) == ["said", "next"]
+    finish(run)
+
+
+def test_who_reads_what_is_not_known_is_joined_by_nobody(
+    steps: Steps, unknown: list[set[str]], step_mode: str
+) -> None:
+    """What its pages are found by is not known either; so a chain goes on a step later."""
+    run = world()
+    run.submit(question("said"), document("next", 4, context=reads("said")), question("last", *reads("next")))
+    run.run()
+    joined = next(step for step in steps if "next" in step)
+    assert joined["next"] == (4, True) and ("last" in joined) is (step_mode == "at once")
+    assert unknown == [set() if step_mode == "at once" else {"said"}]
+    assert not any(end.error for end in run.ends.values())
+    finish(run)
+
+
+def test_sealing_what_who_joins_reads_is_not_what_it_waits_for(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed: list[float] = []
+    seal = Preparer.seal
+
+    def slowly(self: Preparer, *args: Any, **options: Any) -> NodeRecord:
+        sealed.append(time.perf_counter())
+        time.sleep(5e-3)
+        return seal(self, *args, **options)
+
+    monkeypatch.setattr(Preparer, "seal", slowly)
+    run = world()
+    begin = time.perf_counter()
+    run.submit(*judged())
+    run.run()
+    assert steps[0]["judge"] == (3, True) and len(sealed) == 2
+    assert begin + run.ends["judge"].choices[0].dag.timing.waited / 1e3 <= sealed[0]
+    finish(run)
+
+
+@pytest.mark.parametrize("own", [3, 4])
+def test_an_answer_of_one_token_is_found_again_to_its_end(own: int, steps: Steps) -> None:
+    """It is sealed while the step of its input runs, and what it holds is worked out then."""
+    run = world()
+    said = Request("said", tuple(range(7, 7 + own)), ONE, keep=Keep())
+    run.submit(said, question("next", *reads("said"), sampling=ONE))
+    run.run()
+    assert steps == [{"said": (own, False)}, {"said": (1, False), "next": (3, True)}]
+    held = (*said.input_ids, *run.ends["said"].choices[0].token_ids)
+    run.submit(Request("again", held, None, keep=Keep()))
+    run.run()
+    assert run.ends["again"].choices[0].dag.reused == own + 1
+    finish(run)
+
+
+def test_who_joins_waited_until_all_that_it_reads_was_known(steps: Steps) -> None:
+    """Also where it was begun before that: a judge's time begins with its candidates' last tokens."""
+    run = world()
+    run.submit(question("said", sampling=ONE), question("next", *reads("said"), sampling=ONE))
+    run.run()
+    assert steps[-1]["next"] == (3, True)
+    said, timing = (run.ends[name].choices[0].dag.timing for name in ("said", "next"))
+    assert said.first_token < timing.waited < timing.first_token
     finish(run)
 
 
@@ -407,6 +471,32 @@ def test_abort_at_every_step(victim: str, batch: int) -> None:
         finish(run)
         number += 1
     assert number > 0
+
+
+@pytest.mark.parametrize("victim", ["said", "other", "judge", "reader"])
+def test_abort_at_every_step_of_a_judge_and_its_candidates(victim: str) -> None:
+    """Among them that in which a last token is not known, and that behind it, when nothing is closed yet."""
+    number = 0
+    while True:
+        run = world()
+        said = [
+            question(name, sampling=SamplingParams(max_tokens=length, temperature=1.0, seed=length))
+            for name, length in (("said", 2), ("other", 3))
+        ]
+        judge = question("judge", *reads("said", "other"), sampling=ONE, keep=Keep())
+        run.submit(*said, judge, question("reader", *reads("judge"), sampling=ONE))
+        run.run(number)
+        if victim in run.ends:
+            break
+        ends = set(run.ends)
+        run.abort(victim)
+        run.run()
+        failed = {name for name, end in run.ends.items() if end.error is not None}
+        behind = {"reader"} if victim == "reader" else {"judge", "reader"}
+        assert failed == {victim, *behind} and not failed & ends
+        finish(run)
+        number += 1
+    assert number
 
 
 def fail_step(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from scripted_model import MODES
 from scripted_tiers import GREEDY, SIZE, answered, ask, keep, node, offload, tier, world
 from simulator import World
 
-from dagengine import SamplingParams
+from dagengine import ContextRef, SamplingParams
 from dagengine.recalling import Recalling
 from dagengine.request import Request
 from dagengine_kvstore import Tier
@@ -96,6 +97,19 @@ def test_pages_of_a_recall_that_gave_way_are_waited_for_and_nobody_is_preempted(
     run.run()
     answered(run, *names, "recalled")
     assert run.core._scheduler.num_preemptions <= 1
+
+
+@pytest.mark.parametrize("step_mode", MODES[1:], indirect=True)
+@pytest.mark.usefixtures("step_mode")
+def test_who_reads_what_is_not_known_yet_is_looked_for_in_no_directory() -> None:
+    """What its pages would be found by is not known either; it joins and computes them."""
+    run = world(40)
+    directory, _ = with_late_directory(run)
+    said = Request("said", tuple(range(700, 703)), GREEDY)
+    run.submit(said, Request("next", tuple(range(800, 817)), GREEDY, (ContextRef(request="said"),)))
+    run.run()
+    answered(run, "said", "next")
+    assert run.counts["joins"] == 1 and directory.asked == 0
 
 
 def test_a_directory_that_does_not_answer_stops_neither_who_waits_for_it_nor_those_behind() -> None:

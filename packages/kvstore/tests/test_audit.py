@@ -60,6 +60,18 @@ def share_what_is_not_committed(store: KVStore, node: NodeRecord) -> None:
     store._books.pool.remember(writer.pages[0], "content")
 
 
+def find_a_page_by_less_than_it_holds(store: KVStore, node: NodeRecord) -> None:
+    pool, page = store._books.pool, node.pages[0]
+    assert page is not None
+    content = store._books.contents.extend(node.context, [1, 2])
+    pool._forget(page)
+    pool.remember(page, content)
+
+
+def know_less_than_its_writer(store: KVStore, node: NodeRecord) -> None:
+    node.num_unknown = 1
+
+
 @pytest.mark.parametrize(
     "damage, words",
     [
@@ -74,6 +86,8 @@ def share_what_is_not_committed(store: KVStore, node: NodeRecord) -> None:
         (free_a_live_page, "page 0 is in ['free', 'live']"),
         (commit_what_is_unknown, "is committed, known, appended, reserved up to (1, 0, 1, 4)"),
         (share_what_is_not_committed, "shares page 1, of which nothing is committed"),
+        (find_a_page_by_less_than_it_holds, "3 tokens) is found by (1, 2), which it does not hold"),
+        (know_less_than_its_writer, "says that 1 tokens are not known, its writer 0"),
     ],
 )
 def test_check_names_the_difference(damage: Callable[[KVStore, NodeRecord], None], words: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from kvstore_helpers import SIGNATURE, ByHand, assert_all_pages_back, make_store, refused, write
+from kvstore_mover import ListMover
 
-from dagengine_kvstore import KVStore, Parent, Read, Tier, Writer
+from dagengine_kvstore import KVStore, Parent, Read, Reposition, Tier, Writer
 
 
 def written(store: KVStore, tokens: list[int], *, commit: int = 0) -> Writer:
@@ -177,6 +178,29 @@ def test_what_is_not_known_can_be_read_and_is_named_before_it_is_committed(known
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("known", [2, 3, 4, 6, 7])
+def test_what_is_worked_out_ahead_of_its_last_token_leaves_out_the_page_that_this_is_in(known: int) -> None:
+    """As of an answer of one token: the step that computes its input ends when it is sealed already."""
+    store = make_store()
+    tokens = list(range(20, 20 + known))
+    writer = written(store, tokens)
+    writer.reserve(1)
+    writer.append([], unknown=1)
+    writer.seal_early()
+    writer.look_ahead()
+    writer.commit(known)
+    writer.fill([9])
+    writer.look_ahead()
+    writer.commit(1)
+    node = writer.seal()
+    store.check()
+    again = store.begin([], [], 0, signature=SIGNATURE)
+    assert again.match([*tokens, 9], whole=True) == known + 1
+    again.abort()
+    store.unhold(node)
+    assert_all_pages_back(store)
+
+
 def test_who_reads_what_is_not_known_cannot_be_read_early_and_may_give_up() -> None:
     store = make_store()
     writer = written(store, [1, 2, 3])
@@ -197,6 +221,28 @@ def test_who_reads_what_is_not_known_cannot_be_read_early_and_may_give_up() -> N
     writer.abort()
     assert node.num_unknown == 1
     store.unhold(node)
+    assert_all_pages_back(store)
+
+
+@pytest.mark.parametrize("own_start", [0, 10])
+def test_it_is_not_stored_at_other_positions_before_it_is_computed(own_start: int) -> None:
+    """Rows that are yet to be written would be copied, and tokens that nobody knows kept."""
+    store = make_store()
+    mover = ListMover([(0.0, 0)] * store.num_pages * store.page_size, store.page_size)
+    writer = written(store, [1, 2, 3, 4, 5])
+    writer.reserve(1)
+    writer.append([], unknown=1)
+    node = writer.seal_early()
+    with refused("state_in_use", "moves[0].node"):
+        store.reposition([Reposition(node, own_start)], mover, copy=True)
+    assert not mover.plans
+    writer.fill([6])
+    writer.commit(6)
+    writer.seal()
+    (copy,) = store.reposition([Reposition(node, own_start)], mover, copy=True).nodes
+    assert copy.tokens == (1, 2, 3, 4, 5, 6)
+    for each in (node, copy):
+        store.unhold(each)
     assert_all_pages_back(store)
 
 

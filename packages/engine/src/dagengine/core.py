@@ -194,6 +194,7 @@ class EngineCore(StateOperations):
         if running is None:
             return False
         self._requests.finish(running, error or DagError("cancelled", "the request was cancelled"))
+        # There may be no step behind this one, and nothing may keep the nodes of what has ended.
         self._completed_early = [work for work in self._completed_early if work.phase is Phase.RUNNING]
         return True
 
@@ -256,7 +257,7 @@ class EngineCore(StateOperations):
                 sequences.append(sequence)
                 if params is not None:
                     sequence.begin_sampling(params, self._eos, self._draw_seed, self.tokenizer)
-                    sequence.holds_back = running.is_held_back(may_end_short=sequence.may_end_short)
+                    sequence.holds_back = running.holds_back(may_end_short=sequence.may_end_short)
         except BaseException:
             for sequence in sequences:
                 self.preparer.discard(sequence.writer)  # type: ignore[arg-type]

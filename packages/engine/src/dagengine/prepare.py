@@ -223,7 +223,7 @@ class Preparer:
         early: bool = False,
     ) -> NodeRecord:
         """Make the node readable, with its named spans; `early`, before its last step has ended, to be followed by
-        `writer.seal`.
+        `finish` or `discard`.
         """
         node = writer.seal_early(spans) if early else writer.seal(spans)
         self.graph.extend(node.uid, length)
@@ -231,7 +231,9 @@ class Preparer:
         return node
 
     def finish(self, writer: Writer, spans: Mapping[str, tuple[int, int]], *, sampled: bool) -> NodeRecord:
-        """The last step of a node that was sealed early has ended, and with it is known what its named spans are."""
+        """The last step of a node that was sealed early has ended, and its named spans are known: whoever refers to it
+        from now on gets these.
+        """
         node = writer.seal(spans)
         self.graph.rename_spans(node.uid, _node_spans(spans, sampled=sampled))
         return node

@@ -105,7 +105,11 @@ class TokenLogprob:
 @dataclass(frozen=True)
 class Timing:
     """Milliseconds: submission until it waits for no other request any more, compile references, lay out, prepare KV
-    (lease, restore), submission to first token."""
+    (lease, restore), submission to first token.
+
+    Who runs in the step that completes what it reads waits until that step is chosen and the last of these tokens is
+    known; compiling, laying out and preparing KV may be over by then, and are in `waited`, too.
+    """
 
     waited: float
     compile: float

@@ -27,7 +27,8 @@ class RunningRequest:
     """
     Attributes:
         submitted, began: when it came, and when it waited for no other request any more; on the clock of
-            `time.perf_counter`.
+            `time.perf_counter`. One that runs in the step that completes what it reads waits until this step is chosen,
+            and until all that it reads is known, which may be later than it was begun.
         arrival: its number in the order of submissions.
         parents: ids of requests of the same submission that it waits for.
         targets: what its references name, by index, and the first tokens held of it until this request began.
@@ -62,8 +63,8 @@ class RunningRequest:
             store.unhold(target.node, at)
         self.targets.clear()
 
-    def is_held_back(self, *, may_end_short: bool) -> bool:
-        """Whether a request that reads its answers must know all of their tokens to begin; see `must_know`."""
+    def holds_back(self, *, may_end_short: bool) -> bool:
+        """Whether its answers hold back their last tokens, as of `Sequence`: for a request that `must_know` them."""
         return any(
             indices and child.must_know(indices, may_end_short=may_end_short)
             for child, indices in self.children

@@ -4,7 +4,9 @@ Pure Python over the store's bookkeeping; no tensors. Who gives pages up for who
 
 What is chosen may complete all that another request waits for. That one joins the same step, if it is the first that
 waits, all else that it reads is there, or is completed by a step in flight, and there are pages and tokens for it; so a
-chain of such requests may. While requests wait for others, a part of a step's tokens is left to those that join.
+chain of such requests may, but for those behind one that reads what is not known yet. An answer's last token need not
+be known for that. Where who waits to read it must know it to begin, it is computed once it is, so that both may run in
+one step. While requests wait for others, a part of a step's tokens is left to those that join.
 
     waiting ──lease, match, reserve──► running ──preempted──► waiting
        │                                └─► sealed
@@ -404,8 +406,8 @@ def _may_be_read(work: Work, size: int) -> TypeGuard[Sequence]:
     return (
         isinstance(work, Sequence)
         and work.keep
-        and work.writer.node.has_context  # else those that read it could not be told from others
         and work.completes_with(size)
+        and work.writer.node.has_context  # or it cannot be sealed yet; see `Writer.seal_early`
     )
 
 

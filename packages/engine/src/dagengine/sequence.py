@@ -99,7 +99,7 @@ class Sequence(Work):
 
     @property
     def may_end_short(self) -> bool:
-        """Whether sampled tokens may not be returned: one that ends the answer, those of a stop string."""
+        """Whether the output may leave out sampled tokens: one that ends the answer, those of a stop string."""
         return bool(self.eos) or (self.sampling is not None and bool(self.sampling.stop))
 
     @property

@@ -7,8 +7,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from dagengine_kvstore.holds import Hold
-from dagengine_kvstore.nodes import NodeRecord
+from dagengine_kvstore.nodes import UNKNOWN, NodeRecord
 from dagengine_kvstore.residency import PageCopy
+from dagengine_kvstore.reuse import Prefix
 from dagengine_kvstore.tiers import Tier
 
 if TYPE_CHECKING:
@@ -108,6 +109,22 @@ def _nodes(books: Books) -> list[str]:
         for index, page in enumerate(node.pages):
             if page is not None and index not in kept:
                 found.append(f"{node} keeps page {page}, which nothing holds")
+        if node.sealed:
+            found += _tokens(books, node)
+    return found
+
+
+def _tokens(books: Books, node: NodeRecord) -> list[str]:
+    """Of a sealed node: how many tokens are not known, and whether what its pages are found by are the others."""
+    found: list[str] = []
+    writer, size = books.writers.get(node), books.page_size
+    unknown = 0 if writer is None else writer.num_unknown
+    if node.num_unknown != unknown or list(node.tokens).count(UNKNOWN) != unknown:
+        found.append(f"{node} says that {node.num_unknown} tokens are not known, its writer {unknown}")
+    for index, page in enumerate(node.pages):
+        content = None if page is None else books.pool.content(page)
+        if isinstance(content, Prefix) and content.tokens != node.tokens[index * size : (index + 1) * size]:
+            found.append(f"page {page} of {node} is found by {content.tokens}, which it does not hold")
     return found
 
 

@@ -2,7 +2,8 @@
 the store and `holds.py` keep the bookkeeping fields.
 
 References point from a node to what it read, never back, so a record lives exactly as long as somebody can
-still need it: a handle, a holder, or a later node whose recipe reads it.
+still need it: a handle, a holder, or a later node whose recipe reads it. Leases alone point both ways, until they are
+released.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class NodeRecord:
     Token i has the logical stored position `own_start + i`. `pages[k]` holds the rows of tokens
     [k * page_size, (k + 1) * page_size), or None where nothing holds them or they were evicted. `copies[k]` is what a
     lower tier has or is getting of that page, or None; the list is empty before there is the first. Pages are changed
-    by `set_page` and `set_pages` only.
+    by `set_page` and `set_pages` only. Sealed early, its last `num_unknown` tokens are `UNKNOWN` until its writer is
+    told them.
     """
 
     __slots__ = (
@@ -112,7 +114,7 @@ class NodeRecord:
         self._make_context = None if isinstance(context, Context) else context
         self.status = NodeStatus.WRITING
         self.tokens: list[int] | tuple[int, ...] = []
-        self.num_unknown = 0  # of the last tokens, `UNKNOWN` stands for them
+        self.num_unknown = 0
         self.spans: Mapping[str, tuple[int, int]] = {}
         self.pages: list[int | None] = []
         self.copies: list[PageCopy | None] = []
@@ -146,7 +148,7 @@ class NodeRecord:
 
     @property
     def has_context(self) -> bool:
-        """Whether all tokens that it reads are known, or read by a node whose are."""
+        """Whether `context` can be asked for: all tokens of the nodes that it reads are known."""
         return self._context is not None or not any(read.node.num_unknown for read in self.reads)
 
     @property
@@ -211,13 +213,13 @@ class NodeRecord:
         self.tokens = (*tokens, *(UNKNOWN,) * num_unknown)
         self.num_unknown = num_unknown
 
-    def know_page(self, index: int, key: bytes) -> None:
+    def know_page_key(self, index: int, key: bytes) -> None:
         """What `content_key` is behind full page `index`, from who works that out anyway."""
         if index == len(self._page_keys):
             self._page_keys.append(key)
 
-    def forget_pages(self) -> None:
-        """Its tokens are gone, and others may come."""
+    def forget_page_keys(self) -> None:
+        """Its writer was rolled back: where it is new, other tokens may come."""
         self._page_keys.clear()
 
     def _key_behind(self, stop: int) -> bytes:
@@ -228,5 +230,5 @@ class NodeRecord:
             begin, end = end, min(end + size, stop)
             key = page_key(key, self.tokens[begin:end])
             if end - begin == size and self.sealed:
-                self.know_page(begin // size, key)
+                self.know_page_key(begin // size, key)
         return key

@@ -134,6 +134,9 @@ class Repositioner:
         for index, asked in enumerate(moves):
             field, node = f"moves[{index}]", asked.node
             _check(asked, field)
+            if node in self._books.writers:
+                message = f"the last tokens of node {node.uid} are yet to be computed; seal it first"
+                raise KVStoreError("state_in_use", message, field=f"{field}.node")
             count = -(-asked.num_tokens // size)
             pages = tuple(page for page in node.pages[:count] if page is not None)
             if len(pages) < count:

@@ -498,9 +498,10 @@ class KVStore:
         Raises:
             NotResident; OutOfPages; KVStoreError `state_not_sealed`, `parent_failed`, `state_released`,
             `span_out_of_range` (no token), `invalid_position` (something would be at a negative position),
-            `already_repositioned` (K would be turned a second time), and unless `copy`: `state_shared` (somebody else
-            holds the source, or shares its pages), `state_in_use` (leased, pinned, restoring, or touched by an open
-            step), `not_recomputable`; `invalid_size` for a width below 1.
+            `already_repositioned` (K would be turned a second time), `state_in_use` (sealed early, and not computed
+            yet), and unless `copy`: `state_shared` (somebody else holds the source, or shares its pages),
+            `state_in_use` (leased, pinned, restoring, or touched by an open step), `not_recomputable`; `invalid_size`
+            for a width below 1.
         """
         repositioner = Repositioner(self._books, strict=not self._reuse_across_positions)
         made = repositioner.run(moves, mover, self._next_uid, copy=copy, in_order=in_order, width=width)

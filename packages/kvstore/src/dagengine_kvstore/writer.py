@@ -262,7 +262,8 @@ class PageWriter:
         if self._committed + count > known:
             message = f"{known - self._committed} of {count} tokens are known; fill the others first"
             raise KVStoreError("not_filled", message, field="count")
-        self._check_context("count")
+        if self._content is None:  # behind its first page it is known what the node reads
+            self._check_context("count")
         self._committed += count
         self._books.tokens_written += count
         size = self.page_size
@@ -287,7 +288,7 @@ class PageWriter:
         self.pages = self.pages.copy()
         self._drop_pages()
         self._tokens.clear()
-        self.node.forget_pages()
+        self.node.forget_page_keys()
         self.num_unknown = self._committed = self._known = 0
         self._content = None
         self._ahead.clear()
@@ -314,7 +315,7 @@ class PageWriter:
     def _know(self, content: Prefix) -> None:
         """This is what the next page holds."""
         if len(content.tokens) == self.page_size:
-            self.node.know_page(self._known, content.key)
+            self.node.know_page_key(self._known, content.key)
         self._content = content
         self._known += 1
 
@@ -398,7 +399,9 @@ class Writer(PageWriter):
         """
         self._check_not_ended()
         size, tokens = self.page_size, self._tokens
-        end = len(tokens) if self._early is not None else len(tokens) // size * size
+        # A last page that is not known to its end would be remembered as holding less than it does.
+        is_whole = self._early is not None and not self.num_unknown
+        end = len(tokens) if is_whole else len(tokens) // size * size
         content = self._ahead[-1] if self._ahead else self._before
         for start in range((self._known + len(self._ahead)) * size, end, size):
             content = self._books.contents.extend(content, tokens[start : min(start + size, end)])

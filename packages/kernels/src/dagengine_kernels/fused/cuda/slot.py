@@ -39,7 +39,8 @@ class PlanSlot:
     Args:
         device: where the memory is.
         staging: what uploads go from; its own by default.
-        least: room of every list from the start, in elements. 0 makes it just as large as the first plan is.
+        least: room of every list from the start, in elements; the scratch has it for twice as many partial results. 0
+            makes either just as large as the first plan is.
 
     Attributes:
         generation: changes when an address does, since something had to grow. Graphs captured before are then useless.

@@ -164,10 +164,8 @@ class BulkRuns:
         ahead = [None if len(bulk) == 1 else self._requests(bulk, salt) for bulk in bulks]
         for bulk, requests in zip(bulks, ahead, strict=True):
             begin = time.perf_counter()
-            if requests is not None:
-                self._closed_loop(requests, run, begin)
-            else:
-                self._closed_loop(self._requests(bulk, salt), run, begin, tokenized_from=begin)
+            on_clock = requests is None
+            self._closed_loop(requests or self._requests(bulk, salt), run, begin, on_clock=on_clock)
         return run
 
     def _requests(self, bulk: range, salt: str) -> list[Request]:
@@ -176,10 +174,8 @@ class BulkRuns:
             replace(self._llm.request(self._messages[index], self._sampling), salt=salt) for index in bulk
         ]
 
-    def _closed_loop(
-        self, requests: Sequence[Request], run: _Run, begin: float, *, tokenized_from: float | None = None
-    ) -> None:
-        """Run a bulk of prompts that was given at `begin`, on the clock of `time.perf_counter`."""
+    def _closed_loop(self, requests: Sequence[Request], run: _Run, begin: float, *, on_clock: bool) -> None:
+        """Run a bulk of prompts that was given at `begin`, of `time.perf_counter`; `on_clock`: tokenized since then."""
         choices: dict[str, Choice] = {}
 
         def keep(event: FinishedEvent) -> None:
@@ -190,7 +186,7 @@ class BulkRuns:
         run.seconds += time.perf_counter() - begin
         for request, stream in zip(requests, streams, strict=True):
             dag = choices[request.id].dag
-            run.first.append(stream.sampled[0] - (stream.begin if tokenized_from is None else tokenized_from))
+            run.first.append(stream.sampled[0] - (begin if on_clock else stream.begin))
             run.since_given.append(stream.sampled[0] - begin)
             run.seen.append(dag.visible + dag.input)
             run.found.append(dag.reused)

@@ -65,7 +65,9 @@ class Reply(Stream):
 
     @property
     def waited(self) -> float:
-        """Seconds until what the answer waited for had ended, or the step that completes it was chosen."""
+        """Seconds until what the answer waited for had ended; of one that runs in the step that completes this, until
+        that step was chosen and all tokens of it were known.
+        """
         return float(self.dag["timing_ms"]["waited"]) / 1e3
 
     @property
