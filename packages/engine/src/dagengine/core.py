@@ -341,12 +341,17 @@ class EngineCore(StateOperations):
 
         With `overlap`, where that leaves the device with nothing to do and let other requests begin, their first batch
         is launched too, before the records of those that ended are made. Where the device is busy, or answers ended
-        that were read before, tokens are returned first, and what ended besides is closed by the next call.
+        that were read before, tokens are returned first, and what ended besides is closed by the next call, which
+        returns once it has launched; the one behind that collects.
         """
         self.pump()
         self._close_complete()
         was_in_flight = self._pipeline.num_in_flight > 0
-        launched = self._launch_next()
+        is_ahead = self._pipeline.num_in_flight > 1  # the last call had something to tell, and did not wait
+        launched = is_ahead or self._launch_next()
+        if self._requests.events and was_in_flight and self.overlap and not is_ahead:
+            self._progressed = True
+            return self._requests.take_events()
         if self._pipeline.num_in_flight > (1 if launched and self.overlap else 0):
             self._collect()
         if not (self._requests.events and (self._pipeline.num_in_flight or self._completed_early)):
