@@ -263,6 +263,19 @@ def test_spans_are_those_of_the_end_where_the_last_token_is_one_that_stops(mode:
     finish(run)
 
 
+def test_an_answer_of_one_token_is_found_again_whole(steps: Steps) -> None:
+    """Its input is in flight when it is read, and its only token is not known then; both lie in one page."""
+    run = world()
+    run.submit(question("said", sampling=ONE, keep=Keep()), question("judge", *reads("said"), sampling=ONE))
+    run.run()
+    assert steps[-1]["judge"] == (3, True)
+    again = (7, 8, 9, *run.ends["said"].choices[0].token_ids, 5)
+    run.submit(Request("again", again, ONE))
+    run.run()
+    assert run.ends["again"].choices[0].dag.reused == 4
+    finish(run)
+
+
 @pytest.mark.parametrize("bad", ["said", "other"])
 def test_an_answer_whose_last_token_is_none_takes_those_that_read_it_along(
     bad: str, monkeypatch: pytest.MonkeyPatch, step_mode: str

@@ -398,7 +398,8 @@ class Writer(PageWriter):
         """
         self._check_not_ended()
         size, tokens = self.page_size, self._tokens
-        end = len(tokens) if self._early is not None else len(tokens) // size * size
+        is_whole = self._early is not None and not self.num_unknown
+        end = len(tokens) if is_whole else len(tokens) // size * size
         content = self._ahead[-1] if self._ahead else self._before
         for start in range((self._known + len(self._ahead)) * size, end, size):
             content = self._books.contents.extend(content, tokens[start : min(start + size, end)])
