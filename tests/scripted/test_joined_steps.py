@@ -512,6 +512,31 @@ def test_who_has_nothing_to_compute_ends_behind_what_it_reads(fails: bool) -> No
 
 
 @EVERY_MODE
+@pytest.mark.parametrize("failing", range(4, 8))
+def test_what_ended_behind_what_it_reads_does_not_fail_with_a_step_that_is_settled(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its only token stops it, so that the step in flight has a row of it that nobody wants."""
+    run = world()
+    run.expected_errors = frozenset({"internal"})
+    run.submit(document("state", 4, 700))
+    run.run()
+    fail_step(failing, monkeypatch)
+    stopped = SamplingParams(max_tokens=9, temperature=1.0, seed=1, stop_token_ids=tuple(range(4096)))
+    said = question("said", sampling=SamplingParams(max_tokens=2, temperature=1.0, seed=1))
+    long = question("long", sampling=SamplingParams(max_tokens=9))
+    run.submit(said, question("judge", *reads("said"), sampling=stopped), long)
+    while run.core.has_work:
+        run.step()
+        if any(sequence.request.id == "judge" for sequence in run.core._completed_early):
+            run.core.release_state(run.core.reposition(run.handle("state").id, 50))
+            for event in run.core.take_events():
+                run._take(event)
+            assert list(run.ends)[1:3] == ["said", "judge"] and run.ends["judge"].error is None
+    finish(run)
+
+
+@EVERY_MODE
 def test_what_is_settled_in_between_is_closed_before_anybody_takes_its_pages(steps: Steps) -> None:
     """A state is repositioned, which collects the steps in flight, while fragments and judge are among them."""
     run = world(pages=10)
