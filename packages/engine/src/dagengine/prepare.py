@@ -223,7 +223,7 @@ class Preparer:
         early: bool = False,
     ) -> NodeRecord:
         """Make the node readable, with its named spans; `early`, before its last step has ended, to be followed by
-        `writer.seal`.
+        `finish`.
         """
         node = writer.seal_early(spans) if early else writer.seal(spans)
         self.graph.extend(node.uid, length)
