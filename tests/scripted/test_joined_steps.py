@@ -347,7 +347,7 @@ def test_what_ends_before_its_limit_is_read_behind_it(steps: Steps) -> None:
     "why", ["tokens", "pages", "sequences", "another waits", "another backend", "evicted"]
 )
 def test_who_cannot_join_runs_later(why: str, steps: Steps) -> None:
-    pages = {"pages": 5, "another waits": 8}.get(why, 64)
+    pages = {"pages": 6, "another waits": 8}.get(why, 64)
     run = world(pages, batch=11 if why == "tokens" else 64, seqs=2 if why == "sequences" else 8)
     fragments, judge = judged()[:2], judged()[2]
     if why == "another backend":
@@ -359,8 +359,7 @@ def test_who_cannot_join_runs_later(why: str, steps: Steps) -> None:
         context = (*reads("a", "b"), ContextRef(state=run.handle("old").id))
         judge = Request("judge", (7, 8, 9), ONE, context)
     if why == "pages":
-        run.submit(document("old", 4, 500))
-        run.run()
+        run.submit(Request("busy", tuple(range(5)), SamplingParams(max_tokens=3)))
     if why == "another waits":
         run.submit(Request("large", tuple(range(28)), ONE))
         fragments = [replace(fragment, priority=-1) for fragment in fragments]
@@ -371,13 +370,30 @@ def test_who_cannot_join_runs_later(why: str, steps: Steps) -> None:
     finish(run)
 
 
-def test_nobody_is_evicted_for_who_joins(steps: Steps) -> None:
+def test_states_are_evicted_for_who_joins_as_for_who_runs_later(steps: Steps) -> None:
     run = world(pages=6)
     run.submit(document("old", 10, 500))
     run.run()
     run.submit(document("a", 8), Request("judge", tuple(range(8)), ONE, reads("a")))
     run.run()
-    assert [step.get("judge") for step in steps if "judge" in step] == [(8, False)]
+    assert [step.get("judge") for step in steps if "judge" in step] == [(8, True)]
+    assert run.core.store.stats().evictions > 0
+    finish(run)
+
+
+def test_a_full_step_leaves_tokens_to_who_joins(steps: Steps) -> None:
+    """Judges of many fragments answer one after the other, each with its own, not behind all fragments."""
+    run = world(pages=200, batch=64, seqs=64)
+    group = []
+    for n in range(6):
+        fragments = [document(f"{n} {part}", 10, 300 * n + 30 * part) for part in range(2)]
+        group += [*fragments, Request(f"judge {n}", (7,), ONE, reads(*(one.id for one in fragments)))]
+    run.submit(*group)
+    run.run()
+    assert all(sum(count for count, _ in step.values()) <= 64 for step in steps)
+    where = {name: at for at, step in enumerate(steps) for name in step}
+    joined = [where[f"judge {n}"] == where[f"{n} 1"] for n in range(6)]
+    assert joined == [True] * 6, "a sixteenth of 64 tokens holds the judges of a step"
     finish(run)
 
 

@@ -48,6 +48,7 @@ class RequestTable:
 
     Attributes:
         by_id: requests that have not ended, in the order in which they came; read-only.
+        waiting_tokens: own tokens of those that wait for others.
         events: what nobody has taken yet, always in the same list; a request stands for its terminal event, which is
             still to be made.
     """
@@ -66,11 +67,14 @@ class RequestTable:
         self._facts, self._begin = facts, begin
         self._by_id: dict[str, RunningRequest] = {}
         self.by_id: Mapping[str, RunningRequest] = MappingProxyType(self._by_id)
+        self._unbegun: dict[str, int] = {}  # own tokens of those that wait for others
+        self.waiting_tokens = 0
         self.events: list[Event | RunningRequest] = []
 
     def add(self, running: RunningRequest) -> None:
         """Enter a request that waits for nobody, or for nobody any more."""
         self._by_id[running.request.id] = running
+        self._waits_no_more(running)
 
     def add_group(self, group: SequenceOf[RunningRequest]) -> None:
         """Enter requests of one submission, each with those before it that it waits for."""
@@ -82,6 +86,9 @@ class RequestTable:
                     read.setdefault(ref.request, []).append(index)
             running.parents = set(read)
             self._by_id[request.id] = running
+            if read:
+                self._unbegun[request.id] = len(request.input_ids)
+                self.waiting_tokens += len(request.input_ids)
             for parent, indices in read.items():
                 self._by_id[parent].children.append((running, indices))
 
@@ -179,6 +186,7 @@ class RequestTable:
             request_id = running.request.id
             if self._by_id.pop(request_id, None) is None:
                 continue
+            self._waits_no_more(running)
             error = error and _without_frames(error)
             self._free(running, failed=error is not None)
             if error is None:
@@ -193,6 +201,9 @@ class RequestTable:
                 child.parents.discard(request_id)
                 if not child.parents and not child.sequences:
                     self.try_begin(child)
+
+    def _waits_no_more(self, running: RunningRequest) -> None:
+        self.waiting_tokens -= self._unbegun.pop(running.request.id, 0)
 
     def take_events(self) -> list[Event]:
         """What happened since the last call; answers of requests that ended well are recorded now."""

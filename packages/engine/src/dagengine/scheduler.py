@@ -3,9 +3,8 @@
 Pure Python over the store's bookkeeping; no tensors. Who gives pages up for whom is said in `queues`.
 
 What is chosen may complete all that another request waits for. That one joins the same step, if it is the first that
-waits, all else that it reads is there, or is completed by a step in flight, and tokens and unused pages are left; so a
-chain of such requests may. The last token of an answer that others wait to read is computed once it is known, so that
-these may.
+waits, all else that it reads is there, or is completed by a step in flight, and there are pages and tokens for it; so a
+chain of such requests may. While requests wait for others, a part of a step's tokens is left to those that join.
 
     waiting ──lease, match, reserve──► running ──preempted──► waiting
        │                                └─► sealed
@@ -29,6 +28,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain, count, islice
+from typing import TypeGuard
 
 from dagengine_kvstore import KVStore, Lease, NotResident, OutOfPages
 from dagengine_kvstore.recall import Recalls
@@ -47,6 +47,9 @@ from .work import Phase, Restore, Work
 
 LONG_STEPS = 4
 
+JOINING = 1 / 16
+"""The part of a step's tokens that is left to those who may join it, while some wait for others."""
+
 
 class Scheduler:
     """Fills the steps from the queues.
@@ -56,6 +59,7 @@ class Scheduler:
         forget: called with work that lost its pages or its lease, so that others drop what they cached of it.
         begin_readers: called with sequences that the step being chosen completes; seals those whose readers wait for
             nothing else, and returns these readers, which are waiting then.
+        waiting_readers: own tokens of the requests that wait for others.
         two_tiers: whether the store has a host tier.
         recalls: brings pages of inputs that outlived an engine; they are looked for once, before an input is computed.
     """
@@ -72,9 +76,10 @@ class Scheduler:
         fail: Callable[[Sequence, DagError], None],
         forget: Callable[[Work], None],
         begin_readers: Callable[[list[Sequence]], list[Sequence]],
+        waiting_readers: Callable[[], int],
     ) -> None:
         self._store, self._config, self._fail = store, config, fail
-        self._begin_readers = begin_readers
+        self._begin_readers, self._waiting_readers = begin_readers, waiting_readers
         self.queues = Queues(store, Recalling(recalls), forget)
         self._loading = Loading(store, stats)
         self.bringing = Bringing(store, self.queues, self._loading, work_ids, fail)
@@ -111,44 +116,59 @@ class Scheduler:
         once the step in flight is collected.
         """
         self.queues.in_flight, self.queues.chunks = in_flight, {}
+        most = self._config.max_num_batched_tokens
+        room = min(self._waiting_readers(), int(most * JOINING))
         try:
-            budget = self._choose()
+            budget = self._choose(most - room) + room
         except Unsettled:
             self.queues.chunks = {}
             return None
         chosen, self.queues.chunks = self.queues.chunks, {}
-        chunks = [_chunk(work, size) for work, size in chosen.values()]
-        return chunks + self._join(chunks, budget)
+        chunks = {id_: _chunk(*found) for id_, found in chosen.items() if _may_be_read(*found)}
+        joined, all_joined = self._join(list(chunks.values()), budget)
+        self.queues.chunks = {id_: found for id_, found in chosen.items() if id_ not in chunks}
+        if room and all_joined:
+            self._fill(budget - sum(chunk.count for chunk in joined))
+        chosen |= self.queues.chunks
+        self.queues.chunks = {}
+        return [chunks.get(id_) or _chunk(*found) for id_, found in chosen.items()] + joined
 
-    def _join(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
-        """What runs in the same step as these chunks, since it waits only for what they, or others of it, complete."""
+    def _fill(self, budget: int) -> None:
+        """Give what those that could have joined left of a step to others, as far as that changes nobody's pages."""
+        budget = self._spend(budget)
+        try:
+            while self.waiting and budget and (admitted := self._admit_first(budget)) is not None:
+                budget -= admitted
+        except Unsettled:
+            return
+
+    def _join(self, chunks: list[Chunk], budget: int) -> tuple[list[Chunk], bool]:
+        """What runs in the same step as these chunks, since it waits only for what they, or others of it, complete; and
+        whether that is all of it, so that nobody waits to run who reads what has not ended.
+        """
         joined: list[Chunk] = []
+        all_joined = True
         completing: list[Sequence] = []
         while budget and chunks:
-            more = [
-                chunk.work
-                for chunk in chunks
-                if isinstance(chunk.work, Sequence)
-                and chunk.work.keep
-                and chunk.work.writer.node.has_context  # or those that read it could not be told from others
-                and chunk.work.completes_with(chunk.count)
-            ]
+            more = [chunk.work for chunk in chunks if _may_be_read(chunk.work, chunk.count)]
             completing += more
             chunks = []
             readers = self._begin_readers(completing) if more else []
             for reader in sorted(readers, key=lambda reader: reader.order):
                 # Chunks of different backends run one after the other, in no order that matters to readers.
                 alike = all(work.backend == reader.backend for work in completing)
-                if budget and alike and (size := self._admit_reader(reader, budget)):
+                size = self._admit_reader(reader, budget) if budget and alike else 0
+                if size:
                     chunks.append(_chunk(reader, size)._replace(joins=True))
                     budget -= size
+                all_joined = all_joined and size > 0
             self.queues.chunks = {}
             joined += chunks
-        return joined
+        return joined, all_joined
 
     def _admit_reader(self, sequence: Sequence, budget: int) -> int:
-        """Run the first waiting sequence, if all that it reads is there and into unused pages. Returns its tokens in
-        this step.
+        """Run the first waiting sequence, if all that it reads is there and so are pages. Returns its tokens in this
+        step.
         """
         ready = (s for s in self.waiting if s.after is None or s.after.prefilled)
         if next(ready, None) is not sequence or len(self.running) >= self._config.max_num_seqs:
@@ -165,15 +185,14 @@ class Scheduler:
         if self.queues.recalling.start(sequence):
             return 0
         try:
-            sequence.writer.reserve(sequence.remaining, evict=False)
+            self.queues.take(sequence.writer, sequence.remaining)
         except OutOfPages:
             self.queues.restart(sequence)
             return 0
         return self._start(sequence, budget)
 
-    def _choose(self) -> int:
+    def _choose(self, budget: int) -> int:
         """Fill `queues.chunks`. Returns the tokens that are left."""
-        budget = self._config.max_num_batched_tokens
         preempted = self.num_preemptions
         left = [(work, work.remaining) for work in self.running]
         decoding = [work for work, remaining in left if remaining == 1]
@@ -378,6 +397,16 @@ class Scheduler:
                     return False
             else:
                 return True
+
+
+def _may_be_read(work: Work, size: int) -> TypeGuard[Sequence]:
+    """Whether the next `size` tokens complete a node that others may read in the same step."""
+    return (
+        isinstance(work, Sequence)
+        and work.keep
+        and work.writer.node.has_context  # else those that read it could not be told from others
+        and work.completes_with(size)
+    )
 
 
 def _chunk(work: Work, size: int) -> Chunk:

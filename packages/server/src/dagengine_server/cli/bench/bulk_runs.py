@@ -37,6 +37,9 @@ THROUGHPUT = "throughput"
 SINCE_GIVEN = "first token since the bulk was given"
 MEAN = f"mean {SINCE_GIVEN}"
 ALL = "all"
+ALONE = 4
+"""Queries that warm up bulks of one."""
+
 FACTORS: Mapping[float, tuple[str, Mapping[str, float]]] = {
     WIKI_LIKE: ("2Wiki", {"1": 1.21, "1024": 1.31, ALL: 1.59}),
     NQ_LIKE: ("NQ", {"1": 1.03, "1024": 1.05, ALL: 1.13}),
@@ -111,10 +114,10 @@ class BulkRuns:
             self._messages.append([{"role": role, "content": text} for role, text in said])
 
     def warm_up(self) -> None:
-        """A window of either way, not measured."""
+        """A window of either way, and some of it alone: whatever kinds of steps there are. Not measured."""
         first = range(min(self._window, len(self._queries)))
         for run in (self._spans, self._plain):
-            run([first])
+            run([first, *(range(index, index + 1) for index in first[:ALONE])])
 
     def measure(self, case: str, bulk: str, repeats: int) -> list[Figure]:
         """Both ways in turns, in bulks of so many queries, or `all`."""
