@@ -566,3 +566,22 @@ def test_what_is_settled_in_between_is_closed_before_anybody_takes_its_pages(ste
     run.core.release_state(state)
     assert {name: end.error for name, end in run.ends.items() if end.error} == {}
     finish(run)
+
+
+def test_what_is_left_by_those_who_could_join_takes_no_pages_of_what_was_chosen() -> None:
+    """Who waits first needs pages for what it reads, and those that decode behind it have them."""
+    run = World(0, Settings(16, 16, 16, 17))
+    run.submit(document("old", 20, 500))
+    run.run()
+    run.overwrite()
+    long = SamplingParams(max_tokens=9, temperature=1.0, seed=1)
+    said = question("said", sampling=long, priority=1)
+    run.submit(said, question("judge", *reads("said"), sampling=ONE, priority=1))
+    for number in range(14):
+        run.submit(question(f"other {number}", sampling=long, priority=1))
+    while run.core.num_running < 15:
+        run.step()
+    run.submit(question("first", ContextRef(state=run.handle("old").id), sampling=ONE))
+    run.run()
+    assert all(end.error is None for end in run.ends.values())
+    finish(run)
