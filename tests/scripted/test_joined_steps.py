@@ -585,3 +585,14 @@ def test_what_is_left_by_those_who_could_join_takes_no_pages_of_what_was_chosen(
     run.run()
     assert all(end.error is None for end in run.ends.values())
     finish(run)
+
+
+def test_what_is_left_to_those_who_join_is_no_token_of_one_that_decodes(steps: Steps) -> None:
+    run = world(400, batch=16, seqs=16)
+    long = SamplingParams(max_tokens=30, temperature=1.0, seed=1)
+    run.submit(question("said", sampling=long), question("judge", *reads("said"), sampling=ONE))
+    for number in range(15):
+        run.submit(question(f"other {number}", sampling=long))
+    run.run()
+    assert sum(len(step) == 16 for step in steps) > 15, "all of them decode in one step"
+    finish(run)

@@ -48,7 +48,8 @@ from .work import Phase, Restore, Work
 LONG_STEPS = 4
 
 JOINING = 1 / 16
-"""The part of a step's tokens that is left to those who may join it, while some wait for others."""
+"""The part of a step's tokens that is left to those who may join it, while some wait for others: of those that are
+not one for each that runs."""
 
 
 class Scheduler:
@@ -117,7 +118,7 @@ class Scheduler:
         """
         self.queues.in_flight, self.queues.chunks = in_flight, {}
         most = self._config.max_num_batched_tokens
-        room = min(self._waiting_readers(), int(most * JOINING))
+        room = min(self._waiting_readers(), int(most * JOINING), max(0, most - len(self.running)))
         try:
             budget = self._choose(most - room) + room
         except Unsettled:
