@@ -327,6 +327,19 @@ def test_spans_are_those_of_the_end_where_the_last_token_is_one_that_stops(mode:
     finish(run)
 
 
+def test_an_answer_of_one_token_is_found_again_whole(steps: Steps) -> None:
+    """Its input is in flight when it is read, and its only token is not known then; both lie in one page."""
+    run = world()
+    run.submit(question("said", sampling=ONE, keep=Keep()), question("judge", *reads("said"), sampling=ONE))
+    run.run()
+    assert steps[-1]["judge"] == (3, True)
+    again = (7, 8, 9, *run.ends["said"].choices[0].token_ids, 5)
+    run.submit(Request("again", again, ONE))
+    run.run()
+    assert run.ends["again"].choices[0].dag.reused == 4
+    finish(run)
+
+
 @pytest.mark.parametrize("bad", ["said", "other"])
 def test_an_answer_whose_last_token_is_none_takes_those_that_read_it_along(
     bad: str, monkeypatch: pytest.MonkeyPatch, step_mode: str
@@ -605,6 +618,31 @@ def test_who_has_nothing_to_compute_ends_behind_what_it_reads(fails: bool) -> No
 
 
 @EVERY_MODE
+@pytest.mark.parametrize("failing", range(4, 8))
+def test_what_ended_behind_what_it_reads_does_not_fail_with_a_step_that_is_settled(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its only token stops it, so that the step in flight has a row of it that nobody wants."""
+    run = world()
+    run.expected_errors = frozenset({"internal"})
+    run.submit(document("state", 4, 700))
+    run.run()
+    fail_step(failing, monkeypatch)
+    stopped = SamplingParams(max_tokens=9, temperature=1.0, seed=1, stop_token_ids=tuple(range(4096)))
+    said = question("said", sampling=SamplingParams(max_tokens=2, temperature=1.0, seed=1))
+    long = question("long", sampling=SamplingParams(max_tokens=9))
+    run.submit(said, question("judge", *reads("said"), sampling=stopped), long)
+    while run.core.has_work:
+        run.step()
+        if any(sequence.request.id == "judge" for sequence in run.core._completed_early):
+            run.core.release_state(run.core.reposition(run.handle("state").id, 50))
+            for event in run.core.take_events():
+                run._take(event)
+            assert list(run.ends)[1:3] == ["said", "judge"] and run.ends["judge"].error is None
+    finish(run)
+
+
+@EVERY_MODE
 def test_what_is_settled_in_between_is_closed_before_anybody_takes_its_pages(steps: Steps) -> None:
     """A state is repositioned, which collects the steps in flight, while fragments and judge are among them."""
     run = world(pages=10)
@@ -617,4 +655,34 @@ def test_what_is_settled_in_between_is_closed_before_anybody_takes_its_pages(ste
     run.run()
     run.core.release_state(state)
     assert {name: end.error for name, end in run.ends.items() if end.error} == {}
+    finish(run)
+
+
+def test_what_is_left_by_those_who_could_join_takes_no_pages_of_what_was_chosen() -> None:
+    """Who waits first needs pages for what it reads, and those that decode behind it have them."""
+    run = World(0, Settings(16, 16, 16, 17))
+    run.submit(document("old", 20, 500))
+    run.run()
+    run.overwrite()
+    long = SamplingParams(max_tokens=9, temperature=1.0, seed=1)
+    said = question("said", sampling=long, priority=1)
+    run.submit(said, question("judge", *reads("said"), sampling=ONE, priority=1))
+    for number in range(14):
+        run.submit(question(f"other {number}", sampling=long, priority=1))
+    while run.core.num_running < 15:
+        run.step()
+    run.submit(question("first", ContextRef(state=run.handle("old").id), sampling=ONE))
+    run.run()
+    assert all(end.error is None for end in run.ends.values())
+    finish(run)
+
+
+def test_what_is_left_to_those_who_join_is_no_token_of_one_that_decodes(steps: Steps) -> None:
+    run = world(400, batch=16, seqs=16)
+    long = SamplingParams(max_tokens=30, temperature=1.0, seed=1)
+    run.submit(question("said", sampling=long), question("judge", *reads("said"), sampling=ONE))
+    for number in range(15):
+        run.submit(question(f"other {number}", sampling=long))
+    run.run()
+    assert sum(len(step) == 16 for step in steps) > 15, "all of them decode in one step"
     finish(run)

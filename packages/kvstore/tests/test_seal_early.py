@@ -120,6 +120,24 @@ def test_what_is_worked_out_ahead_of_its_seal_holds_the_last_page_too() -> None:
     store.check()
 
 
+@pytest.mark.parametrize("known", [3, 5, 7, 8])
+def test_what_is_worked_out_ahead_ends_before_a_page_of_which_a_token_is_not_known(known: int) -> None:
+    store = make_store()
+    tokens = list(range(20, 20 + known))
+    writer = written(store, tokens)
+    writer.reserve(1)
+    writer.append([], unknown=1)
+    node = writer.seal_early()
+    writer.look_ahead()
+    writer.commit(known)
+    writer.fill([9])
+    writer.commit(1)
+    writer.seal()
+    other = store.begin([], [], 0, signature=SIGNATURE)
+    assert other.match([*tokens, 9], whole=True) == known + 1 and other.pages == list(node.pages)
+    store.check()
+
+
 def test_spans_outside_are_refused_and_change_nothing_and_those_of_the_end_replace_the_first() -> None:
     store = make_store()
     writer = written(store, [1, 2, 3])

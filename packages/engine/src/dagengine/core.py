@@ -417,6 +417,7 @@ class EngineCore(StateOperations):
 
     def _settle(self) -> None:
         """Collect the steps in flight, and close what they completed: later nobody may take its pages."""
+        self._close_early()  # what ended already does not fail with a step behind it
         while self._pipeline.num_in_flight:
             self._collect()
         self._close_complete()

@@ -50,7 +50,8 @@ from .work import Phase, Restore, Work
 LONG_STEPS = 4
 
 JOINING = 1 / 16
-"""The part of a step's tokens that is left to those who may join it, while some wait for others."""
+"""The part of a step's tokens that is left to those who may join it, while some wait for others: of those that are
+not one for each that runs."""
 
 
 class Scheduler:
@@ -119,7 +120,7 @@ class Scheduler:
         """
         self.queues.in_flight, self.queues.chunks = in_flight, {}
         most = self._config.max_num_batched_tokens
-        room = min(self._waiting_readers(), int(most * JOINING))
+        room = min(self._waiting_readers(), int(most * JOINING), max(0, most - len(self.running)))
         try:
             budget = self._choose(most - room) + room
         except Unsettled:
@@ -131,13 +132,15 @@ class Scheduler:
         self.queues.chunks = {id_: found for id_, found in chosen.items() if id_ not in chunks}
         if room and all_joined:
             self._fill(budget - sum(chunk.count for chunk in joined))
-        chosen |= self.queues.chunks
+        left = self.queues.chunks  # without a restore that was given up for another
+        chosen = {id_: found for id_, found in chosen.items() if id_ in chunks or id_ in left} | left
         self.queues.chunks = {}
         return [chunks.get(id_) or _chunk(*found) for id_, found in chosen.items()] + joined
 
     def _fill(self, budget: int) -> None:
         """Give what those that could have joined left of a step to others, as far as that changes nobody's pages."""
         budget = self._spend(budget)
+        self.queues.in_flight = True  # nobody is preempted: slots of this step are given
         try:
             while self.waiting and budget and (admitted := self._admit_first(budget)) is not None:
                 budget -= admitted
