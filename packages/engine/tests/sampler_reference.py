@@ -16,6 +16,9 @@ from dagengine.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 
+TIE = 4e-6
+"""How far apart, of their size, two scores may be that float32 may put either way."""
+
 
 def row(
     params: SamplingParams,
@@ -119,15 +122,31 @@ def choices(logits: SequenceOf[float], one: SamplingRow, *, error: float) -> set
         return {t for t, s in enumerate(scores) if s >= max(scores) - error * max(1.0, abs(max(scores)))}
     assert one.seed is not None
     gumbel, right = noise(one.seed, one.step, len(scores)), set()
-    for top_p, min_p in itertools.product((-error, 0.0, error), repeat=2):
+    for broken, top_p, min_p in itertools.product(
+        _ties_broken(scores, logits), (-error, 0.0, error), (-error, 0.0, error)
+    ):
         edge = replace(
             p,
             top_p=min(1.0, p.top_p * (1 + top_p)) if p.top_p < 1.0 else 1.0,
             min_p=min(1.0, max(0.0, p.min_p * (1 + min_p))),
         )
-        values = {t: log + gumbel[t] for t, log in weights(scores, edge).items()}
+        values = {t: log + gumbel[t] for t, log in weights(broken, edge).items()}
         right |= {t for t, value in values.items() if value >= max(values.values()) - error}
     return right
+
+
+def _ties_broken(scores: SequenceOf[float], logits: SequenceOf[float]) -> list[SequenceOf[float]]:
+    """The scores, and those where one that was changed, and is about as high as another, is a little higher or lower:
+    in float32 either of two may come out first, and a low temperature or top-k makes much of that.
+    """
+    found = [scores]
+    for t, score in enumerate(scores):
+        little = TIE * max(1.0, abs(score))
+        near = any(other != t and abs(score - s) <= little for other, s in enumerate(scores))
+        if score != logits[t] and math.isfinite(score) and near:
+            for moved in (score - 2 * little, score + 2 * little):
+                found.append([*scores[:t], moved, *scores[t + 1 :]])
+    return found
 
 
 OPTIONS = [

@@ -160,6 +160,25 @@ def test_every_choice_is_that_of_the_reference(
             assert token in right
 
 
+@pytest.mark.parametrize("options", [{"top_k": 1}, {}], ids=["top_k", "cold"])
+def test_scores_that_only_rounding_tells_apart_are_right_either_way(options: dict[str, int]) -> None:
+    """-4.0 and -3.5 penalised, the first one less, and raised to the other: -4.55 both, but for the last bits."""
+    params = SamplingParams(
+        temperature=1e-9,
+        repetition_penalty=1.3,
+        frequency_penalty=-0.3,
+        logit_bias={1: 0.35},
+        **options,  # type: ignore[arg-type]
+    )
+    logits = [-math.inf, -4.0, -3.5, -9.0]
+    for seed in range(20):
+        one = row(params, seed=seed, seen=(1, 2), sampled=(1,))
+        right = choices(logits, one, error=2e-5)
+        assert right == {1, 2} if options else right <= {1, 2}
+        for dtype in (torch.float32, torch.float64):
+            assert draw(torch.tensor(logits, dtype=dtype), one).token_id in right
+
+
 def test_the_reference_mostly_leaves_one_choice() -> None:
     logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(1)).tolist()
     params = SamplingParams(top_k=8, top_p=0.9, min_p=0.05)
