@@ -634,7 +634,7 @@ def test_what_ended_behind_what_it_reads_does_not_fail_with_a_step_that_is_settl
     run.submit(said, question("judge", *reads("said"), sampling=stopped), long)
     while run.core.has_work:
         run.step()
-        if any(sequence.request.id == "judge" for sequence in run.core._completed_early):
+        if any(sequence.request.id == "judge" for sequence in run.core._to_close):
             run.core.release_state(run.core.reposition(run.handle("state").id, 50))
             for event in run.core.take_events():
                 run._take(event)

@@ -131,7 +131,7 @@ class EngineCore(StateOperations):
             self._seeds.seed()
         self._progressed = False
         # Sealed early, and what ended behind them, in the order in which they are to be closed.
-        self._completed_early: list[Sequence] = []
+        self._to_close: list[Sequence] = []
         self.on_launch: Callable[[], None] = _nothing
 
     def submit(self, request: Request) -> None:
@@ -195,7 +195,7 @@ class EngineCore(StateOperations):
             return False
         self._requests.finish(running, error or DagError("cancelled", "the request was cancelled"))
         # There may be no step behind this one, and nothing may keep the nodes of what has ended.
-        self._completed_early = [work for work in self._completed_early if work.phase is Phase.RUNNING]
+        self._to_close = [work for work in self._to_close if work.phase is Phase.RUNNING]
         return True
 
     @property
@@ -354,7 +354,7 @@ class EngineCore(StateOperations):
             return self._requests.take_events()
         if self._pipeline.num_in_flight > (1 if launched and self.overlap else 0):
             self._collect()
-        if not (self._requests.events and (self._pipeline.num_in_flight or self._completed_early)):
+        if not (self._requests.events and (self._pipeline.num_in_flight or self._to_close)):
             self._close_complete()
             if self.overlap and not self._pipeline.num_in_flight and (self._begun or self._scheduler.running):
                 launched = self._launch_next() or launched
@@ -470,7 +470,7 @@ class EngineCore(StateOperations):
                 if work.committed:
                     self._scheduler.bringing.finish_restore(work)
             elif isinstance(work, Sequence) and work.sealed_early and work.complete:
-                self._completed_early.append(work)
+                self._to_close.append(work)
 
     def _take_results(self, launch: Launch) -> None:
         events = self._requests.events
@@ -498,8 +498,8 @@ class EngineCore(StateOperations):
         if event is not None:
             events.append(event)
         if sequence.finish_reason is not None and not sequence.keep:
-            if self._completed_early:  # what it reads may be among them, and ends before it does
-                self._completed_early.append(sequence)
+            if self._to_close:  # what it reads may be among them, and ends before it does
+                self._to_close.append(sequence)
             else:
                 self._close(sequence)
 
@@ -519,7 +519,7 @@ class EngineCore(StateOperations):
         """Close answers that were read before they were complete, and what ended behind them: each before those that
         read it.
         """
-        early, self._completed_early = self._completed_early, []
+        early, self._to_close = self._to_close, []
         for work in early:
             if work.phase is Phase.RUNNING:
                 self._close_last(work)
