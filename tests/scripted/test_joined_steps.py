@@ -386,6 +386,19 @@ def test_a_judge_runs_with_the_last_tokens_of_its_candidates(lengths: tuple[int,
     finish(run)
 
 
+def test_what_ended_is_told_before_the_device_is_waited_for(step_mode: str) -> None:
+    """Its state is there, and the next step is launched; two are in flight until the next call waits for one."""
+    run = world()
+    short, long = (SamplingParams(max_tokens=most, temperature=0.0) for most in (3, 12))
+    run.submit(question("said", sampling=short, keep=Keep()), question("other", sampling=long))
+    while "said" not in run.ends:
+        run.step()
+    assert run.core._pipeline.num_in_flight == (0 if step_mode == "at once" else 2)
+    run.step()
+    assert run.core._pipeline.num_in_flight == (0 if step_mode == "at once" else 1)
+    finish(run)
+
+
 def test_what_nobody_waits_to_read_is_computed_at_once(steps: Steps, step_mode: str) -> None:
     run = world()
     run.submit(question("said", keep=Keep()), question("other", sampling=SamplingParams(max_tokens=9)))
