@@ -114,7 +114,7 @@ class EngineCore(StateOperations):
             fail=lambda sequence, error: self._requests.fail(sequence, error),
             forget=self._forget,
             begin_readers=lambda completing: self._requests.begin_readers(completing),
-            waiting_readers=lambda: self._requests.waiting_tokens,
+            waiting_tokens=lambda: self._requests.waiting_tokens,
         )
         self._requests = RequestTable(
             store, self.preparer, self._scheduler, self._stats, self.facts, begin=self._begin_waiting

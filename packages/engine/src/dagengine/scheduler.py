@@ -62,7 +62,7 @@ class Scheduler:
         forget: called with work that lost its pages or its lease, so that others drop what they cached of it.
         begin_readers: called with sequences that the step being chosen completes; seals those whose readers wait for
             nothing else, and returns these readers, which are waiting then.
-        waiting_readers: own tokens of the requests that wait for others.
+        waiting_tokens: own tokens of the requests that wait for others.
         two_tiers: whether the store has a host tier.
         recalls: brings pages of inputs that outlived an engine; they are looked for once, before an input is computed.
     """
@@ -79,10 +79,10 @@ class Scheduler:
         fail: Callable[[Sequence, DagError], None],
         forget: Callable[[Work], None],
         begin_readers: Callable[[list[Sequence]], list[Sequence]],
-        waiting_readers: Callable[[], int],
+        waiting_tokens: Callable[[], int],
     ) -> None:
         self._store, self._config, self._fail = store, config, fail
-        self._begin_readers, self._waiting_readers = begin_readers, waiting_readers
+        self._begin_readers, self._waiting_tokens = begin_readers, waiting_tokens
         self.queues = Queues(store, Recalling(recalls), forget)
         self._loading = Loading(store, stats)
         self.bringing = Bringing(store, self.queues, self._loading, work_ids, fail)
@@ -120,7 +120,7 @@ class Scheduler:
         """
         self.queues.in_flight, self.queues.chunks = in_flight, {}
         most = self._config.max_num_batched_tokens
-        room = min(self._waiting_readers(), int(most * JOINING), max(0, most - len(self.running)))
+        room = min(self._waiting_tokens(), int(most * JOINING), max(0, most - len(self.running)))
         try:
             budget = self._choose(most - room) + room
         except Unsettled:

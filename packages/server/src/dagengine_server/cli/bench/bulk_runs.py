@@ -4,7 +4,7 @@
                    planning and tokenizing are in its time
     plain prompts  the same bulks in the order given, so many at once, found again as prefixes alone. They are tokenized
                    before the clock starts, as a server would do beside its work; a bulk of one, which has no work
-                   beside it, behind
+                   beside it, on the clock
 
 A first token is counted from when the whole bulk was given, so that what waits in the bulk counts in both ways; beside
 that, of span queries from when their window was submitted, of plain prompts from when one of the places took them.
